@@ -21,8 +21,8 @@ from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
+from realsys.cluster.names.contract import Names
 from realsys.cluster.names.file_store import FileNameStore
-from realsys.cluster.names.keys import Names
 from realsys.config.schema import AsyncConfig, Config, ManagerConfig
 from realsys.config.schema_rollout import RolloutConfig
 from realsys.config.schema_train import TrainConfig

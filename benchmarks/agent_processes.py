@@ -22,8 +22,7 @@ from openai import AsyncOpenAI
 
 from benchmarks._table import report
 from realsys.config.schema_rollout import RolloutConfig
-from realsys.rollout.agents.captured import Inside
-from realsys.rollout.agents.captured_processes import AgentProcesses
+from realsys.rollout.agents.captured import AgentProcesses, Inside
 from realsys.rollout.agents.contract import EpisodeTime
 
 ROLLOUT = RolloutConfig(agent="benchmarks.agent_processes:run", agent_process="always")

@@ -24,10 +24,10 @@ import uvloop
 
 from benchmarks._table import report
 from realsys.cluster.http_server import HttpServer
+from realsys.reward.dispatch import DispatchBounds
+from realsys.reward.open_verifiers import ServiceVerifiers
 from realsys.reward.pool import ItemLimits, VerifierPool, Verifiers
-from realsys.reward.service.dispatch import DispatchBounds
-from realsys.reward.service.reward_client import ServiceVerifiers
-from realsys.reward.service.reward_server import RewardServer
+from realsys.reward.reward_server import RewardServer
 from realsys.reward.verifiers.contract import Item
 from realsys.types import ServerAddress
 

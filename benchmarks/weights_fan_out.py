@@ -34,8 +34,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from benchmarks._table import report
 from realsys.cluster.http_server import HttpServer
 from realsys.manager.ledger.staleness import StalenessBound
-from realsys.manager.routing.fan_out import FanOut
-from realsys.manager.routing.servers import Pace, ServerRegistry, UpdateOrder
+from realsys.manager.routing.servers import FanOut, Pace, ServerRegistry, UpdateOrder
 from realsys.types import PublishedVersion, ServerAddress
 from realsys.weights.disk import manifest
 from realsys.weights.disk.manifest import StoredPiece

@@ -11,7 +11,7 @@ from typing import Any
 
 from rich.console import Console
 
-from realsys.cluster.failure import read_errors
+from realsys.cluster.process import read_errors
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.launch.nodes.orders import EXIT_NO_MACHINE
@@ -141,10 +141,8 @@ def summarise(
 ) -> Summary:
     """Return the results of a run as plain values; a number that was not measured is None."""
     totals = Totals.of(surviving_steps(paths.steps), since=started)
-    before = number(totals.evals.get("before", {}), "accuracy")
-    after = number(totals.evals.get("after", {}), "accuracy")
-    seconds = totals.phase_seconds(ended)
-    ends = averaged_ends(totals.unbiased or totals.steps)
+    before, after = (number(totals.evals.get(when, {}), "accuracy") for when in ("before", "after"))
+    seconds, ends = totals.phase_seconds(ended), averaged_ends(totals.unbiased or totals.steps)
     training_seconds, tokens_now = seconds.get("train"), totals.answer_tokens_now
     return {
         "experiment": config.experiment,
@@ -257,7 +255,10 @@ def _facts(summary: Summary) -> Iterator[tuple[str, str]]:
     yield "wall time", f"{_clock(seconds['total'])}{scope}" + (f"  ({phases})" if phases else "")
     if summary["steps"]:
         tokens = summary["tokens"]
-        yield "step time", _split(summary["step_seconds"])
+        known = time_parts(summary["step_seconds"])
+        hundredths = apportioned(known, round(100 * sum(known.values())))
+        parts = [f"{part} {value / 100:.2f}" for part, value in hundredths.items()]
+        yield "step time", f"{sum(hundredths.values()) / 100:.2f} s = " + " + ".join(parts) if parts else "-"
         yield (
             "tokens/s",
             f"{fmt(tokens['end_to_end_per_s'], ',.0f')} end to end, {fmt(tokens['train_per_s'], ',.0f')} in training",
@@ -309,11 +310,3 @@ def _clock(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
-
-
-def _split(seconds: Mapping[str, float | None]) -> str:
-    """Return the parts of a step's time. As they are shown, they add up to the total."""
-    known = time_parts(seconds)
-    hundredths = apportioned(known, round(100 * sum(known.values())))
-    parts = [f"{part} {value / 100:.2f}" for part, value in hundredths.items()]
-    return f"{sum(hundredths.values()) / 100:.2f} s = " + " + ".join(parts) if parts else "-"

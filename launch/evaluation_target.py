@@ -6,7 +6,7 @@ on which the trial ran, gets its default.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -21,7 +21,7 @@ from realsys.config.schema_data import HELD_OUT, EvalSetConfig
 from realsys.config.schema_train import CheckpointConfig, RecordConfig, TrainConfig, with_built_in_roles
 from realsys.config.trial_sizes import longest_sequence
 from realsys.errors import CheckpointError, ConfigError, WeightsError
-from realsys.launch.commands.finding import EVALUATIONS, RUNS
+from realsys.launch.commands.options import EVALUATIONS, RUNS
 from realsys.launch.fit import AUTO
 from realsys.train.checkpoint.checkpoint_files import checkpoint_incarnation, complete_checkpoints
 from realsys.weights.disk.manifest import complete_versions, load_manifest
@@ -67,7 +67,24 @@ def evaluation_config(target: Target, choices: Choices, now: datetime) -> tuple[
         config = _stored(target, choices)
         given = {*type(config).model_fields}
     fileroot = config.fileroot if target.trial is None or "fileroot" in overridden else str(target.trial.root)
-    made = _without_training(config, target, overridden, fileroot, choices.name or _name(now, fileroot))
+    allocation = config.allocation if "allocation" in overridden else AUTO
+    if allocation != AUTO and "+" not in allocation:
+        allocation += "+d1"  # the actor's part, which no process takes
+    tokens = max(TrainConfig().microbatch_tokens, longest_sequence(config))
+    update = {
+        **_OF_TRAINING,
+        "train": TrainConfig(microbatch_tokens=tokens, engine_check=0.0),
+        "model": config.model.model_copy(update={"path": str(target.model)}),
+        **_held_out_only(config),
+        "fileroot": fileroot,
+        "experiment": EVALUATIONS,
+        "trial": choices.name or _name(now, fileroot),
+        "allocation": allocation,
+        "resume": "",
+        "recover": "off",
+        "evaluate_only": True,
+    }
+    made = config.model_copy(update=update)
     made = validate(made.model_dump())
     sets_to_evaluate(made)
     return made, given
@@ -96,27 +113,6 @@ def _name(now: datetime, fileroot: str) -> str:
     while (Path(fileroot) / EVALUATIONS / name).exists():
         name, number = f"{stem}-{number}", number + 1
     return name
-
-
-def _without_training(config: Config, target: Target, overridden: Collection[str], fileroot: str, name: str) -> Config:
-    allocation = config.allocation if "allocation" in overridden else AUTO
-    if allocation != AUTO and "+" not in allocation:
-        allocation += "+d1"  # the actor's part, which no process takes
-    tokens = max(TrainConfig().microbatch_tokens, longest_sequence(config))
-    update = {
-        **_OF_TRAINING,
-        "train": TrainConfig(microbatch_tokens=tokens, engine_check=0.0),
-        "model": config.model.model_copy(update={"path": str(target.model)}),
-        **_held_out_only(config),
-        "fileroot": fileroot,
-        "experiment": EVALUATIONS,
-        "trial": name,
-        "allocation": allocation,
-        "resume": "",
-        "recover": "off",
-        "evaluate_only": True,
-    }
-    return config.model_copy(update=update)
 
 
 def _held_out_only(config: Config) -> dict[str, object]:

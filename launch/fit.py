@@ -72,7 +72,9 @@ def fit(config: Config, given: Collection[str], machine: Machine) -> tuple[Confi
     ``given``: keys of the command line and of chosen files. Data files that do not exist are left to the checks.
     Raises ConfigError, DataError or ModelError.
     """
-    config, nodes = _set(config, _surroundings(config, given))
+    # what the launcher knows, such as the nodes of an allocation
+    values = launcher_settings(config).items()
+    config, nodes = _set(config, {field: chosen for field, chosen in values if _is_open(config, given, field)})
     machine = machine.planned(config.cluster)
     config, backend = _set(config, _backend(config, given, machine))
     config, memory = _set(config, _memory(config, given, machine))
@@ -98,12 +100,6 @@ def _is_open(config: Config, given: Collection[str], field: str) -> bool:
     parts = field.split(".")
     named = any(".".join(parts[:length]) in given for length in range(1, len(parts) + 1))
     return not named and _at(config, parts) == _at(Config(), parts)
-
-
-def _surroundings(config: Config, given: Collection[str]) -> dict[str, tuple[Any, str]]:
-    """Take what the launcher knows, such as the nodes of an allocation."""
-    values = launcher_settings(config).items()
-    return {field: chosen for field, chosen in values if _is_open(config, given, field)}
 
 
 def _backend(config: Config, given: Collection[str], machine: Machine) -> dict[str, tuple[Any, str]]:

@@ -16,35 +16,59 @@ import secrets
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Self
 
 from realsys.cluster.files import write_secret
+from realsys.cluster.names.connect import check_own_etcd, make_name_store, trial_names
+from realsys.cluster.network import bind_problem, is_loopback, take_address
+from realsys.cluster.stream.sockets import private_folder
 from realsys.config.allocation import parse_allocation
-from realsys.config.dataflow import dataflow_of
+from realsys.config.compose import with_overrides
+from realsys.config.dataflow import dataflow_of, role_settings
 from realsys.config.evaluation_sets import evaluation_sets
 from realsys.config.paths import TrialPaths, newest_dump, read_config, write_config
 from realsys.config.rules import check_made_model
 from realsys.config.schema import Config
 from realsys.config.schema_data import HELD_OUT, absolute_source
+from realsys.config.trial_sizes import disk_bytes, model_of
 from realsys.data.check import DataCheck
 from realsys.data.convert import check_copy, check_prompts, needs_copy, write_digest
-from realsys.errors import ConfigError
+from realsys.errors import ConfigError, NameStoreError, StreamError
 from realsys.launch.nodes.orders import outlive_agents
-from realsys.launch.preflight import check_here
 from realsys.launch.start import StoredTrial, check_inputs, decide_start, describe, newer_data, read_trial, resume_path
 from realsys.launch.trial_folder import TrialLock, claim_keys, held_by, remove_keys, running_launcher, tidy
 from realsys.manager.ledger.events import Resumed
 from realsys.manager.ledger.journal import Journal
-from realsys.reward.judge.rubric import read_rubric
+from realsys.model_files.config_json import read_model
+from realsys.model_files.weight_headers import check_weights
+from realsys.observe.screen.text_figures import size_text
+from realsys.reward.rubric import read_rubric
 from realsys.train.master.recovery import TrialStart, write_start
 
 _SET_UP = "setting up: model, data, and a check of every row"  # may take minutes
 _KILLED_WITHIN_S = 4.0  # beyond their own time to stop: how long workers of a killed launcher need to end
+_OF_THE_FOLDER = ("experiment", "trial", "fileroot", "recover")
 DEFAULT_TRIAL = str(Config.model_fields["trial"].default)
+
+
+def stored_config(paths: TrialPaths, overrides: Sequence[str]) -> Config:
+    """Return the configuration of a trial with ``overrides``. A folder that was moved keeps its trial.
+
+    Raises ConfigError.
+    """
+    for name in (text.partition("=")[0].lstrip("+") for text in overrides):
+        if name in _OF_THE_FOLDER:
+            raise ConfigError(name, "", "belongs to the folder of the trial: leave it out, or use realsys run")
+    config = with_overrides(read_config(paths.config), overrides)
+    if (config.experiment, config.trial) != (paths.root.parent.name, paths.root.name):
+        problem = f"is trial {config.experiment}/{config.trial}: give its folder this name again"
+        raise ConfigError("TRIAL_DIR", str(paths.root), problem)
+    recover = "resume" if config.recover == "off" else config.recover
+    return config.model_copy(update={"fileroot": str(paths.root.parent.parent), "recover": recover})
 
 
 def resolve(config: Config, *, now: datetime) -> Config:
@@ -278,17 +302,13 @@ def _make(config: Config, paths: TrialPaths, trial: StoredTrial, say: Callable[[
         write_start(examined.start, paths.start)
         write_config(config, paths.config)  # last: with it the folder is a trial
     except BaseException:
-        _discard(paths)
+        # the output of a job stays: it has the error
+        if paths.job.parent.exists():
+            with contextlib.suppress(OSError):
+                _empty(paths)
+        else:
+            shutil.rmtree(paths.root, ignore_errors=True)
         raise
-
-
-def _discard(paths: TrialPaths) -> None:
-    """Remove a folder that did not become a trial. The output of a job stays: it has the error."""
-    if paths.job.parent.exists():
-        with contextlib.suppress(OSError):
-            _empty(paths)
-    else:
-        shutil.rmtree(paths.root, ignore_errors=True)
 
 
 def _start_ledger(config: Config, paths: TrialPaths, trial: StoredTrial) -> None:
@@ -358,17 +378,7 @@ def _read_inputs(config: Config, paths: TrialPaths) -> DataCheck:
     check_gateway(config, tokenizer)
     checked = check_data(config, paths, tokenizer)
     judging = check_references(config, paths)
-    _check_sizes(config, checked.sizes)
-    warnings = [f"warning: {text}" for text in (tokenizer.eos_warning, *checked.warnings, *judging) if text]
-    return checked._replace(warnings=warnings)
-
-
-def _data_line(sizes: Mapping[str, int]) -> str:
-    return "data: " + ", ".join(f"{count:,} {split}" for split, count in sizes.items() if count)
-
-
-def _check_sizes(config: Config, sizes: Mapping[str, int]) -> None:
-    """Check the settings that depend on the number of lines. Raises ConfigError."""
+    # settings that depend on the number of lines
     evaluation, train = config.evaluation, config.train
     asked: list[tuple[str, int, str]] = []
     for name, made in evaluation_sets(config).items():
@@ -378,12 +388,127 @@ def _check_sizes(config: Config, sizes: Mapping[str, int]) -> None:
         elif made.split == HELD_OUT and not config.evaluate_only:  # else all problems are taken if they are fewer
             asked.append(("evaluation.problems", made.problems, HELD_OUT))
     for field, wanted, split in asked:
-        if wanted > sizes[split]:
+        if wanted > checked.sizes[split]:
             problems = "problems are held out" if split == HELD_OUT else "problems are in the set"
-            raise ConfigError(field, wanted, f"only {sizes[split]} {problems}: lower it")
-    if train.total_epochs and train.total_epochs * sizes["train"] < train.batch_groups:
-        problem = f"{train.total_epochs} epochs of {sizes['train']} prompts do not fill one batch: lower it"
+            raise ConfigError(field, wanted, f"only {checked.sizes[split]} {problems}: lower it")
+    if train.total_epochs and train.total_epochs * checked.sizes["train"] < train.batch_groups:
+        problem = f"{train.total_epochs} epochs of {checked.sizes['train']} prompts do not fill one batch: lower it"
         raise ConfigError("train.batch_groups", train.batch_groups, problem)
-    if config.warmup.steps and sizes["demos"] < config.warmup.batch:
-        problem = f"there are only {sizes['demos']} demonstrations: lower it"
+    if config.warmup.steps and checked.sizes["demos"] < config.warmup.batch:
+        problem = f"there are only {checked.sizes['demos']} demonstrations: lower it"
         raise ConfigError("warmup.batch", config.warmup.batch, problem)
+    warnings = [f"warning: {text}" for text in (tokenizer.eos_warning, *checked.warnings, *judging) if text]
+    return checked._replace(warnings=warnings)
+
+
+def _data_line(sizes: Mapping[str, int]) -> str:
+    return "data: " + ", ".join(f"{count:,} {split}" for split, count in sizes.items() if count)
+
+
+# ---- checks what only this machine can tell, before anything starts: addresses, etcd, weight files, disk space
+#
+# The checks over the configuration are in realsys.config.rules. Every error names the field to change.
+
+
+_ETCD_TIMEOUT_S = 5.0
+#: Shortest lease with etcd on another host. An election takes seconds, with a lost host or a slow disk tens of seconds.
+ELECTION_LEASE_S = 60.0
+_GPUS = "cluster.gpus_per_node"
+_MOST_ON_CPUS = 100_000_000  # parameters of a model that may train on CPUs unasked
+
+
+def check_here(config: Config, paths: TrialPaths, *, other_disk: bool = False) -> None:
+    """Run all checks of this module; with ``other_disk`` without that of the disk. Raises ConfigError or ModelError."""
+    if not config.cluster.nodes:  # else the addresses are those of other machines
+        check_addresses(config)
+    check_etcd(config, paths)
+    for role in dataflow_of(config).roles:
+        settings = role_settings(config, role)
+        if settings.path:
+            check_weights(Path(settings.path), read_model(Path(settings.path), settings.head))
+    is_written = paths.config.exists() or config.evaluate_only  # an evaluation links to the weights that it serves
+    if not other_disk and not is_written:
+        check_disk(config, disk_bytes(config, dataflow_of(config)))
+
+
+def check_gpus_are_given(config: Config, given: Collection[str]) -> Iterator[str]:
+    """Yield a warning if nothing tells how many GPUs the nodes have. A large model is refused then.
+
+    ``given``: keys of the command line and of chosen files. Raises ConfigError or ModelError.
+    """
+    cluster = config.cluster
+    if not cluster.nodes or cluster.gpus_per_node or _GPUS in given:
+        return
+    remedy = f"say how many GPUs a node has: {_GPUS}=8, or =0 for CPUs"
+    if (parameters := model_of(config).parameters) > _MOST_ON_CPUS:
+        problem = f"is the default, and a model of {parameters / 1e9:.1f}B parameters would train on CPUs: {remedy}"
+        raise ConfigError(_GPUS, 0, problem)
+    yield f"warning: all processes run on CPUs: {remedy}"
+
+
+def check_addresses(config: Config) -> None:
+    """Try every address that the workers will bind, and the folder of their Unix sockets. Raises ConfigError."""
+    cluster, port = config.cluster, config.manager.port
+    host = take_address(config, dict(os.environ)).cluster.host
+    if port and (problem := bind_problem(host, port)):
+        remedy = "choose another port, or 0 for any free one"
+        raise ConfigError("manager.port", port, f"cannot be bound on {host}: {problem}: {remedy}")
+    if is_loopback(host):  # then the streams are Unix sockets
+        try:
+            private_folder()
+        except StreamError as error:
+            raise ConfigError("cluster.host", host, str(error)) from None
+    if cluster.name_store.start:
+        check_own_etcd(cluster.name_store.address)
+
+
+def check_etcd(config: Config, paths: TrialPaths) -> None:
+    """Read from the etcd that the run uses, unless it starts its own. Raises ConfigError."""
+    cluster, settings = config.cluster, config.cluster.name_store
+    if settings.backend != "etcd" or settings.start:
+        return
+    hosts = [address.rpartition(":")[0] for address in settings.address.split(",")]
+    if cluster.machines > 1 and (loopback := next(filter(is_loopback, hosts), "")):
+        problem = f"each of the {cluster.machines} nodes would look for etcd on itself ({loopback})"
+        raise ConfigError("cluster.name_store.address", settings.address, f"{problem}: name the host that has it")
+    # Of several nodes most are on another host than etcd, wherever it is.
+    elsewhere = hosts[0] if cluster.machines > 1 else next((host for host in hosts if bind_problem(host, 0)), "")
+    if elsewhere and cluster.lease_s < ELECTION_LEASE_S:
+        problem = f"must be at least {ELECTION_LEASE_S:g} with etcd on another host ({elsewhere})"
+        reason = "while its members elect a leader no lease is renewed, and the leases of all workers lapse together"
+        raise ConfigError("cluster.lease_s", cluster.lease_s, f"{problem}: {reason}")
+    store = None
+    try:
+        store = make_name_store(config, paths, min(_ETCD_TIMEOUT_S, cluster.connect_timeout_s))
+        store.get_subtree(trial_names(config).heartbeats)
+    except NameStoreError as error:
+        raise ConfigError("cluster.name_store.address", settings.address, str(error)) from None
+    finally:
+        if store is not None:
+            store.close()
+
+
+def check_disk(config: Config, need: int) -> None:
+    """Refuse a trial whose weights and checkpoints do not fit on the disk. Raises ConfigError."""
+    free = free_bytes(config)
+    if need > free:
+        sizes = f"weights and checkpoints need about {size_text(need)}, {size_text(free)} are free"
+        remedy = "name another disk, or lower checkpoint.keep or weights.keep_versions"
+        raise ConfigError("fileroot", config.fileroot, f"{sizes}: {remedy}")
+
+
+def disk_warnings(config: Config, paths: TrialPaths) -> list[str]:
+    """Return a line if a new trial of other machines does not fit on this machine's disk, which may not be theirs."""
+    if paths.config.exists():
+        return []
+    try:
+        check_disk(config, disk_bytes(config, dataflow_of(config)))
+    except ConfigError as error:
+        return [f"warning: if the nodes have the same disk as this machine: {error}"]
+    return []
+
+
+def free_bytes(config: Config) -> int:
+    """Return the free space of the disk that has ``fileroot``, or will have it."""
+    root = Path(config.fileroot)
+    return shutil.disk_usage(next(p for p in (root, *root.parents) if p.exists())).free

@@ -23,11 +23,10 @@ from rich.console import Console
 from rich.table import Table
 
 from realsys.cluster.aio import full_disk, run_beside
-from realsys.cluster.failure import read_errors
 from realsys.cluster.http_client import attempts
-from realsys.cluster.names.etcd_members import EtcdAccess, import_etcd3
+from realsys.cluster.names.etcd_store import EtcdAccess, import_etcd3
 from realsys.cluster.network import HOST, PORTS, interfaces, is_loopback, join_host_port, own_addresses
-from realsys.cluster.process import RUN_ID, STORE_ADDRESS
+from realsys.cluster.process import RUN_ID, STORE_ADDRESS, read_errors
 from realsys.config.allocation import parse_allocation
 from realsys.config.backend_rules import backend_rules
 from realsys.config.compose import compose, given_fields, quoted
@@ -47,8 +46,16 @@ from realsys.launch.conclude import conclude, draw, newest_step
 from realsys.launch.fit import fit
 from realsys.launch.launchers.contract import Launcher, check_launcher, check_start, make_launcher
 from realsys.launch.nodes.coordinator import Terms, open_nodes
-from realsys.launch.preflight import check_gpus_are_given, disk_warnings, free_bytes
-from realsys.launch.prepare import Examined, Ready, examine, prepare, resolve
+from realsys.launch.prepare import (
+    Examined,
+    Ready,
+    check_gpus_are_given,
+    disk_warnings,
+    examine,
+    free_bytes,
+    prepare,
+    resolve,
+)
 from realsys.launch.process_plan import (
     ProcessSpec,
     agent_command,
@@ -60,18 +67,16 @@ from realsys.launch.process_plan import (
 )
 from realsys.launch.supervise.failures import no_room
 from realsys.launch.supervise.restart_policy import TrialOutcome
-from realsys.launch.supervise.run_hooks import Bounds, Hooks, Say
 from realsys.launch.supervise.stop_request import watch_requests
-from realsys.launch.supervise.supervisor import Supervisor
+from realsys.launch.supervise.supervisor import Bounds, Hooks, Say, Supervisor
 from realsys.launch.trial_folder import remove_half_written
 from realsys.launch.words import resume_command
 from realsys.observe.curves import draw_while_running
-from realsys.observe.events import EventKind, EventLog
 from realsys.observe.screen.display import View, make_view
 from realsys.observe.screen.progress import Monitor, TrialProgress
 from realsys.observe.screen.terminal import Terminal, print_trimmed, reported, tell
 from realsys.observe.screen.text_figures import size_text
-from realsys.observe.step_log import StepTail
+from realsys.observe.step_log import EventKind, EventLog, StepTail
 from realsys.observe.trackers.link import Trackers, check_trackers
 from realsys.train.master.loop import planned_steps
 from realsys.train.master.stopping import STOP_PROGRESS_S
@@ -132,7 +137,10 @@ def plan_of(config: Config, named: Collection[str]) -> Planned:
     check_launcher(config)
     check_trackers(config)
     chosen = [*chosen, *sampling_warnings(config.generation.sampling)]
-    _try_own_loss(config)
+    if config.train.ppo.loss not in LOSS.builtin:
+        from realsys.algorithm.loss import try_loss  # imports torch, which takes seconds
+
+        try_loss(config.train.ppo)
     paths = TrialPaths.of(config)
     return Planned(config, paths, machine, *_planned(config, paths, machine), chosen)
 
@@ -199,14 +207,6 @@ def host_of_launcher(config: Config) -> str:
     """Return the address on which the launcher hears its agents. Raises ConfigError if they cannot reach it."""
     cluster = config.cluster
     return own_addresses(cluster, os.environ, interfaces())[0] if cluster.nodes else cluster.host
-
-
-def _try_own_loss(config: Config) -> None:
-    """Compute a loss of the user on a trial batch. Raises ConfigError."""
-    if config.train.ppo.loss not in LOSS.builtin:
-        from realsys.algorithm.loss import try_loss  # imports torch, which takes seconds
-
-        try_loss(config.train.ppo)
 
 
 def _terms(config: Config, launcher: Launcher) -> Terms:
@@ -327,7 +327,7 @@ async def _own_store_answers(config: Config, paths: TrialPaths, spec: ProcessSpe
     if at := spec.addresses.get(STORE_ADDRESS):
         address = join_host_port(host, at.port)
     # Imported here: grpc takes time to load and is needed for etcd only.
-    from realsys.cluster.names.etcd_members import EtcdAccess
+    from realsys.cluster.names.etcd_store import EtcdAccess
 
     access = EtcdAccess.by_one_file(paths.etcd_certificate)
     await etcd_answers(address, access, spec.env[RUN_ID], config.cluster.connect_timeout_s)

@@ -17,7 +17,7 @@ from typing import Any
 from realsys.config.dataflow import dataflow_of, role_field, role_settings, saved_roles
 from realsys.config.paths import TrialPaths, read_config
 from realsys.config.schema import Config
-from realsys.data.dataset_files import is_converted
+from realsys.data.prompts import is_converted
 from realsys.errors import CheckpointError, ConfigError, LedgerError
 from realsys.launch.words import path_setting
 from realsys.manager.ledger.events import Opened, Resumed, RolledBack, Snapshot, Trained

@@ -20,9 +20,7 @@ from typing import NamedTuple, Self
 import msgspec
 
 from realsys.cluster.names.connect import make_name_store, trial_names
-from realsys.cluster.names.contract import NameStore
 from realsys.cluster.names.file_store import boot_id
-from realsys.cluster.names.keys import Names
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.errors import ConfigError, RealsysError
@@ -93,17 +91,7 @@ class TrialLock:
             if looks == 2:  # `running_launcher` holds the lock for a moment, too
                 say(f"waiting up to {retry_timeout_s:g} s for {_holders(self._path)}")
             threading.Event().wait(_LOOK_AGAIN_S)  # the kernel sends no event for a lock
-        self._still_there()
-
-    def _taken(self) -> bool:
-        try:
-            fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        return True
-
-    def _still_there(self) -> None:
-        """Raise ConfigError if the holder before removed the folder."""
+        # the holder before may have removed the folder
         try:
             found = self._path.stat().st_ino
         except FileNotFoundError:
@@ -111,6 +99,13 @@ class TrialLock:
         if found != os.fstat(self.fd).st_ino:
             problem = f"another launcher removed {self._path.parent} at this moment: try again"
             raise ConfigError("trial", self._trial, problem)
+
+    def _taken(self) -> bool:
+        try:
+            fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
 
     def sign(self) -> None:
         """Write this process into the file as the one that runs the trial. Raises ConfigError."""
@@ -255,26 +250,22 @@ def claim_keys(config: Config, paths: TrialPaths, say: Callable[[str], None]) ->
     names = trial_names(config)
     store = make_name_store(config, paths)
     try:
-        _outlive_leases(store, names, config, say)
+        # workers of this folder have ended, but killed ones left their leases
+        bound_s = 2 * config.cluster.lease_s
+        deadline, said = time.monotonic() + bound_s, False
+        while alive := store.get_subtree(names.heartbeats):
+            key, value = next(iter(alive.items()))
+            if time.monotonic() >= deadline:
+                problem = f"runs in another folder, with the same name store ({key}: {value:.200})"
+                raise ConfigError("trial", config.trial, f"{problem}: stop that first, or choose another name")
+            if not said:
+                say(f"waiting up to {bound_s:g} s for {len(alive)} leases of its last run to lapse")
+            said = True
+            threading.Event().wait(_POLL_S)
         store.clear_subtree(names.root)
         store.add(names.folder, msgspec.json.encode(TrialFolder(socket.gethostname(), str(paths.root))).decode())
     finally:
         store.close()
-
-
-def _outlive_leases(store: NameStore, names: Names, config: Config, say: Callable[[str], None]) -> None:
-    """Return when no worker has a lease. Those of this folder have ended, but killed ones left theirs."""
-    bound_s = 2 * config.cluster.lease_s
-    deadline, said = time.monotonic() + bound_s, False
-    while alive := store.get_subtree(names.heartbeats):
-        key, value = next(iter(alive.items()))
-        if time.monotonic() >= deadline:
-            problem = f"runs in another folder, with the same name store ({key}: {value:.200})"
-            raise ConfigError("trial", config.trial, f"{problem}: stop that first, or choose another name")
-        if not said:
-            say(f"waiting up to {bound_s:g} s for {len(alive)} leases of its last run to lapse")
-        said = True
-        threading.Event().wait(_POLL_S)
 
 
 def remove_keys(config: Config, paths: TrialPaths, say: Callable[[str], None]) -> None:

@@ -22,7 +22,7 @@ from realsys.config.compose import compose, quoted
 from realsys.config.paths import TrialPaths, read_config
 from realsys.config.schema import Config
 from realsys.errors import ConfigError, RealsysError
-from realsys.launch.commands.finding import find_trial
+from realsys.launch.commands.options import find_trial
 from realsys.launch.commands.replay import last_recorded
 from realsys.launch.commands.status import read_summary
 from realsys.launch.prepare import resolve

@@ -65,7 +65,7 @@ class MfcShare(msgspec.Struct):
     """The part of an MfcRequest that the master sends to one data rank.
 
     ``request`` has no sequences; ``own[m]`` are those of the data rank in minibatch m. The data ranks exchange
-    their shares (``realsys.train.worker.transfer``): the master sends each sequence to the ranks that compute it only.
+    their shares (``train.worker.call_service``): the master sends each sequence to the ranks that compute it only.
     """
 
     request: MfcRequest

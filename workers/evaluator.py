@@ -1,4 +1,4 @@
-"""Process of `realsys eval` in place of the MasterWorker (``realsys.train.master.evaluation_run``)."""
+"""Process of `realsys eval` in place of the MasterWorker (``realsys.train.master.request_evaluations``)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import uvloop
 from realsys.cluster.aio import run_until_stopped
 from realsys.cluster.worker import EXIT_STOPPED, WorkerContext, worker_main
 from realsys.manager.client import ManagerClient
-from realsys.train.master.evaluation_run import EvaluationRun
+from realsys.train.master.request_evaluations import EvaluationRun
 from realsys.train.master.step_statistics import StepLog
 
 

@@ -33,11 +33,18 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from realsys.cluster import prctl
-from realsys.cluster.failure import record_of, write_error
 from realsys.cluster.files import write_secret
 from realsys.cluster.names.connect import check_own_etcd, store_address
 from realsys.cluster.network import PORTS, free_ports, split_host_port
-from realsys.cluster.process import RUN_ID, SHIELDED, StopSignals, configure_logging, die_with_parent
+from realsys.cluster.process import (
+    RUN_ID,
+    SHIELDED,
+    StopSignals,
+    configure_logging,
+    die_with_parent,
+    record_of,
+    write_error,
+)
 from realsys.config.paths import TrialPaths, read_config
 from realsys.errors import ConfigError
 
@@ -92,13 +99,6 @@ def command(address: str, peer: str, data: Path, member: str, tls: Sequence[str]
     ]
 
 
-def members_only(certificate: Path, authority: Path) -> list[str]:
-    """Return the flags of an etcd that has this certificate, and takes only clients and peers with it."""
-    files = {"cert": certificate, "key": certificate, "trusted-ca": authority}
-    flags = [flag for kind, path in files.items() for flag in (f"--{kind}-file={path}", f"--peer-{kind}-file={path}")]
-    return [*flags, "--client-cert-auth", "--peer-client-cert-auth"]
-
-
 def ensure_certificate(path: Path, host: str) -> Path:
     """Make the certificate and its key for ``host``, in one PEM file that only this user can read, if it is missing.
 
@@ -108,34 +108,30 @@ def ensure_certificate(path: Path, host: str) -> Path:
     """
     if not path.exists():
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        write_secret(path, _signed({_name(host), _name(_LOOPBACK)}))
+        key = ec.generate_private_key(ec.SECP256R1())
+        subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "etcd of a realsys trial")])
+        now = datetime.datetime.now(datetime.UTC)
+        # etcd passes requests over HTTP to itself, as a client with its own certificate.
+        usage = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
+        certificate = (
+            x509.CertificateBuilder()
+            .subject_name(subject)
+            .issuer_name(subject)
+            .public_key(key.public_key())
+            .serial_number(x509.random_serial_number())
+            .not_valid_before(now - datetime.timedelta(days=1))  # the clocks of two hosts may differ
+            .not_valid_after(now + _LIFETIME)
+            .add_extension(x509.SubjectAlternativeName({_name(host), _name(_LOOPBACK)}), critical=False)
+            .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+            .add_extension(x509.ExtendedKeyUsage(usage), critical=False)
+            .sign(key, hashes.SHA256())
+        )
+        pem = serialization.Encoding.PEM
+        private = key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+        write_secret(path, certificate.public_bytes(pem) + private)
     authority = path.with_suffix(".ca.pem")
     write_secret(authority, x509.load_pem_x509_certificate(path.read_bytes()).public_bytes(serialization.Encoding.PEM))
     return authority
-
-
-def _signed(names: set[x509.GeneralName]) -> bytes:
-    key = ec.generate_private_key(ec.SECP256R1())
-    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "etcd of a realsys trial")])
-    now = datetime.datetime.now(datetime.UTC)
-    # etcd passes requests over HTTP to itself, as a client with its own certificate.
-    usage = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
-    certificate = (
-        x509.CertificateBuilder()
-        .subject_name(subject)
-        .issuer_name(subject)
-        .public_key(key.public_key())
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(now - datetime.timedelta(days=1))  # the clocks of two hosts may differ
-        .not_valid_after(now + _LIFETIME)
-        .add_extension(x509.SubjectAlternativeName(names), critical=False)
-        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-        .add_extension(x509.ExtendedKeyUsage(usage), critical=False)
-        .sign(key, hashes.SHA256())
-    )
-    pem = serialization.Encoding.PEM
-    private = key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
-    return certificate.public_bytes(pem) + private
 
 
 def _name(host: str) -> x509.GeneralName:
@@ -166,7 +162,10 @@ def main() -> NoReturn:
         write_error(paths.errors, record_of("name_store", arguments.index, error))
         sys.exit(error.exit_code)
     peer = f"127.0.0.1:{free_ports(1)[0]}"
-    tls = members_only(paths.etcd_certificate, authority)
+    # take only clients and peers with this certificate
+    files = {"cert": paths.etcd_certificate, "key": paths.etcd_certificate, "trusted-ca": authority}
+    flags = [flag for kind, path in files.items() for flag in (f"--{kind}-file={path}", f"--peer-{kind}-file={path}")]
+    tls = [*flags, "--client-cert-auth", "--peer-client-cert-auth"]
     argv = command(address, peer, paths.own_etcd, os.environ.get(RUN_ID, "realsys"), tls)
     if SHIELDED in os.environ:
         sys.exit(keep(argv))

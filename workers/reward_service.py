@@ -14,7 +14,7 @@ from realsys.cluster.http_server import HttpServer
 from realsys.cluster.worker import WorkerContext, worker_main
 from realsys.errors import ConfigError
 from realsys.reward.open_verifiers import make_pool
-from realsys.reward.service.reward_server import MOST_ITEMS, RewardServer
+from realsys.reward.reward_server import MOST_ITEMS, RewardServer
 from realsys.types import ServerAddress
 
 

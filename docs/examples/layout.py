@@ -3,7 +3,7 @@
 {"question": "Which is a prime?", "choices": ["8", "9", "11"], "answer": 2, "level": 1}
 """
 
-from realsys.data.layouts.contract import ProblemRow, RowError, Values, others, text, texts
+from realsys.data.layouts import ProblemRow, RowError, Values, others, text, texts
 
 LETTERS = "ABCDEFGH"
 

@@ -17,8 +17,7 @@ from rich.text import Text
 
 from realsys.config.paths import TrialPaths
 from realsys.errors import ConfigError, LedgerError
-from realsys.launch.commands.finding import find_trial
-from realsys.launch.commands.options import add_json, add_trial
+from realsys.launch.commands.options import add_json, add_trial, find_trial
 from realsys.manager.audit import Auditor, AuditReport
 from realsys.manager.ledger.journal import read_journal
 from realsys.manager.ledger.tickets import tickets_in
@@ -72,7 +71,9 @@ def audit_trial(paths: TrialPaths) -> AuditReport:
     if logged is not None and "steps" not in skipped:
         # While the ledger was read, a running trainer may have logged further steps that are in it.
         later = {step: names for step, names in (logged_tickets(paths.steps) or {}).items() if step <= auditor.newest}
-        auditor.compare_steps({**later, **logged}, recovered_steps(paths.steps))
+        # a compacted ledger has only the last recovery
+        found = (record.get("step") for record in surviving_steps(paths.steps) if record["kind"] == RECOVERED)
+        auditor.compare_steps({**later, **logged}, {step for step in found if isinstance(step, int)})
     return auditor.report(torn_bytes=max(0, size - end), skipped=skipped)
 
 
@@ -85,12 +86,6 @@ def logged_tickets(steps: Path) -> Mapping[int, list[str]] | None:
     if logged and not any(isinstance(ranges, str) for ranges in logged.values()):
         return None
     return {step: list(tickets_in(str(ranges or ""))) for step, ranges in logged.items()}
-
-
-def recovered_steps(steps: Path) -> set[int]:
-    """Return the steps that recoveries rolled back to. A compacted ledger has only the last one."""
-    found = (record.get("step") for record in surviving_steps(steps) if record["kind"] == RECOVERED)
-    return {step for step in found if isinstance(step, int)}
 
 
 def print_report(console: Console, report: AuditReport) -> None:

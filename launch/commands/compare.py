@@ -15,7 +15,7 @@ from rich.console import Console
 from realsys.config.fields import with_present_names
 from realsys.config.paths import TrialPaths
 from realsys.errors import ConfigError
-from realsys.launch.commands.finding import find_trial
+from realsys.launch.commands.options import find_trial
 from realsys.launch.start import changes
 from realsys.observe.screen.progress import number
 from realsys.observe.screen.text_figures import aligned, fmt, scale_of, sparkline
@@ -85,23 +85,14 @@ def compare_trials(folders: Sequence[Path]) -> int:
     if len(folders) < 2:
         raise ConfigError("TRIAL_DIR", str(folders[0]), "is one trial: name two or more")
     found = [find_trial(folder) for folder in folders]
-    trials = [Compared.read(paths, _letter(number)) for number, paths in enumerate(found)]
+    trials = [
+        Compared.read(paths, ascii_uppercase[number % 26] + (str(number // 26 + 1) if number >= 26 else ""))
+        for number, paths in enumerate(found)
+    ]
     console = Console(highlight=False, soft_wrap=True, markup=False)
     for trial, paths in zip(trials, found, strict=True):
         console.print(f"{trial.name}  {paths.root.parent.name}/{paths.root.name}  {paths.root}")
     console.print()
-    _print_settings(console, trials)
-    _print_table(console, "", {name: [show(trial) for trial in trials] for name, show in _NUMBERS.items()}, trials)
-    _print_curves(console, trials)
-    return 0
-
-
-def _letter(number: int) -> str:
-    """Return A to Z, then A2 to Z2, and so on."""
-    return ascii_uppercase[number % 26] + (str(number // 26 + 1) if number >= 26 else "")
-
-
-def _print_settings(console: Console, trials: Sequence[Compared]) -> None:
     first = trials[0].settings
     differing = dict.fromkeys(
         change.field for other in trials[1:] for change in changes(first, other.settings) if change.field not in _PLACE
@@ -111,17 +102,8 @@ def _print_settings(console: Console, trials: Sequence[Compared]) -> None:
         _print_table(console, "setting", rows, trials)
     else:
         console.print("the settings are equal\n")
-
-
-def _print_table(console: Console, title: str, rows: Mapping[str, Sequence[str]], trials: Sequence[Compared]) -> None:
-    """Print one row per name and one column per trial. Rows in which no trial has a value are left out."""
-    head = [title, *(trial.name for trial in trials)]
-    known = [[name, *values] for name, values in rows.items() if any(value not in ("-", "") for value in values)]
-    console.print("\n".join(aligned([head, *known], range(1, len(head)))) + "\n")
-
-
-def _print_curves(console: Console, trials: Sequence[Compared]) -> None:
-    """Print each curve of all trials on one scale; equal columns are equal steps."""
+    _print_table(console, "", {name: [show(trial) for trial in trials] for name, show in _NUMBERS.items()}, trials)
+    # each curve of all trials on one scale; equal columns are equal steps
     longest = max(trial.totals.steps for trial in trials)
     for field, title in _CURVES.items():
         values = [[point[field] for point in trial.points if field in point] for trial in trials]
@@ -133,6 +115,14 @@ def _print_curves(console: Console, trials: Sequence[Compared]) -> None:
             width = max(2, round(_WIDTH * trial.totals.steps / longest))
             last = f"{each[-1]:.3g}" if each else "-"
             console.print(f"  {trial.name}  {sparkline(each, low, high, width):<{_WIDTH}}  {last}")
+    return 0
+
+
+def _print_table(console: Console, title: str, rows: Mapping[str, Sequence[str]], trials: Sequence[Compared]) -> None:
+    """Print one row per name and one column per trial. Rows in which no trial has a value are left out."""
+    head = [title, *(trial.name for trial in trials)]
+    known = [[name, *values] for name, values in rows.items() if any(value not in ("-", "") for value in values)]
+    console.print("\n".join(aligned([head, *known], range(1, len(head)))) + "\n")
 
 
 def _evaluated(trial: Compared, name: str) -> str:

@@ -59,7 +59,7 @@ def _trials(prefix: str, **_: Any) -> list[str]:
 
 def _processes(prefix: str, parsed_args: argparse.Namespace, **_: Any) -> list[str]:
     from realsys.errors import RealsysError
-    from realsys.launch.commands.finding import find_trial
+    from realsys.launch.commands.options import find_trial
 
     try:
         logs = find_trial(parsed_args.trial_dir).logs

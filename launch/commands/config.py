@@ -19,11 +19,9 @@ from realsys.config.machine import Machine
 from realsys.config.paths import read_config
 from realsys.config.schema import Config
 from realsys.errors import ConfigError
-from realsys.launch.commands.finding import find_trial
-from realsys.launch.commands.options import add_config_dir, add_json
-from realsys.launch.commands.resume import stored_config
+from realsys.launch.commands.options import add_config_dir, add_json, find_trial
 from realsys.launch.fit import fit
-from realsys.launch.prepare import resolve
+from realsys.launch.prepare import resolve, stored_config
 from realsys.launch.start import changes
 
 _NOT_SETTINGS = ("experiment", "trial", "fileroot")  # the first line, and fields of the trial's folder

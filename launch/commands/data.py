@@ -17,11 +17,11 @@ from realsys.config.rules import check_sources, check_verifiers
 from realsys.config.schema import Config
 from realsys.config.schema_data import absolute_source
 from realsys.data.check import LEFT_OUT, MARKED, UNVERIFIED, DataReport, Examiner
-from realsys.data.layouts.contract import ProblemRow
+from realsys.data.layouts import ProblemRow
 from realsys.data.prompts import plain_text
 from realsys.data.tokenizer import TextTokenizer
 from realsys.errors import DataError
-from realsys.reward.judge.rubric import read_rubric
+from realsys.reward.rubric import read_rubric
 from realsys.reward.verifiers.contract import Item
 from realsys.rollout.check_references import ReferenceChecker
 

@@ -26,8 +26,7 @@ from realsys.config.evaluation_sets import EvaluationSet, evaluation_sets, id_of
 from realsys.config.paths import TrialPaths, read_config
 from realsys.config.schema import Config
 from realsys.errors import ConfigError, KeyMissing, NameStoreError, RecordError, WaitTimeout
-from realsys.launch.commands.finding import EVALUATIONS
-from realsys.launch.commands.options import add_config_dir, preload_workers
+from realsys.launch.commands.options import EVALUATIONS, add_config_dir, preload_workers
 from realsys.launch.conclude import report_failure, summarised
 from realsys.launch.evaluation_target import (
     Choices,
@@ -51,8 +50,7 @@ from realsys.observe.percent import percent, percentage
 from realsys.observe.screen.plain import EvaluationView
 from realsys.observe.screen.terminal import Terminal, tell
 from realsys.observe.step_log import read_steps
-from realsys.train.master.evaluation_run import EVAL_ID
-from realsys.train.master.request_evaluations import ResultWriter, outcome_of
+from realsys.train.master.request_evaluations import EVAL_ID, ResultWriter, outcome_of
 from realsys.weights.host_places import sweep
 
 
@@ -84,7 +82,7 @@ def evaluate_live(paths: TrialPaths, choices: Choices) -> int:
         raise not_running(paths)
     console = Terminal()
     say = functools.partial(console.print, highlight=False, soft_wrap=True, markup=False)
-    name = new_name()
+    name = f"user-{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
     records = asyncio.run(_evaluate(config, paths, sets, name, say))
     about = {"model": None, "trial": str(paths.root), "live": True}
     return report(paths, paths.root / EVALUATIONS / name, about, records)
@@ -176,11 +174,6 @@ def live_sets(paths: TrialPaths, choices: Choices) -> tuple[Config, dict[str, Ev
     return wanted, sets_to_evaluate(wanted)
 
 
-def new_name() -> str:
-    """Return a name for evaluations of a user, by the time."""
-    return f"user-{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
-
-
 @dataclass(slots=True)
 class LiveEvaluations:
     """Requested evaluations of a trial that runs. ``name``: their common one, unique in the trial.
@@ -243,7 +236,13 @@ class LiveEvaluations:
         while open_ones := self._open():
             for eval_id in open_ones:
                 self._states[eval_id] = await self.manager.evaluation(eval_id)
-            now, text = time.monotonic(), self._progress()
+            parts = []
+            for state in self._states.values():
+                if state is not None:
+                    again = f", begun again {state.restarts} times" if state.restarts else ""
+                    version = f" of version {state.version_max}" if state.version_max >= 0 else ""
+                    parts.append(f"{state.set} {state.done + state.failed}/{state.total}{version}{again}")
+            now, text = time.monotonic(), "; ".join(parts)
             if text != before:
                 before, moved = text, now
                 if now > shown + _SHOW_S:
@@ -252,15 +251,6 @@ class LiveEvaluations:
             elif now > moved + timeout_s:
                 raise WaitTimeout(f"evaluation: no new completion for {timeout_s:g} s: {text}")
             await asyncio.sleep(_POLL_S)
-
-    def _progress(self) -> str:
-        parts = []
-        for state in self._states.values():
-            if state is not None:
-                again = f", begun again {state.restarts} times" if state.restarts else ""
-                version = f" of version {state.version_max}" if state.version_max >= 0 else ""
-                parts.append(f"{state.set} {state.done + state.failed}/{state.total}{version}{again}")
-        return "; ".join(parts)
 
     async def _cancel(self) -> None:
         """Cancel what has not ended, so that the servers stop sampling it."""

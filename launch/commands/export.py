@@ -10,8 +10,7 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
 from realsys.errors import CheckpointError, ConfigError, WeightsError
-from realsys.launch.commands.finding import find_trial
-from realsys.launch.commands.options import add_trial
+from realsys.launch.commands.options import add_trial, find_trial
 from realsys.launch.evaluation_target import find_target, write_model
 from realsys.launch.words import path_setting
 

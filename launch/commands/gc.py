@@ -20,13 +20,12 @@ from rich.console import Console
 
 from realsys.cluster.files import MEMBERS, PREFIX
 from realsys.cluster.names.connect import is_known, make_name_store, store_address, trial_names
-from realsys.cluster.names.contract import NameStore, Tree
-from realsys.cluster.names.keys import ROOT, Names
+from realsys.cluster.names.contract import ROOT, Names, NameStore, Tree
 from realsys.cluster.stream.sockets import socket_folder
 from realsys.config.paths import TrialPaths, read_config
 from realsys.config.schema import Config
 from realsys.errors import ConfigError, RealsysError
-from realsys.launch.commands.finding import RUNS
+from realsys.launch.commands.options import RUNS
 from realsys.launch.slurm.client import LIVES, JobState, SlurmError, job_state
 from realsys.launch.slurm.trial_job import TrialJob, describe_job
 from realsys.launch.trial_folder import (
@@ -232,9 +231,20 @@ class Finder:
         if not is_known(config, paths):
             problem = "its etcd has not told its address, or has no certificate"
         else:
-            problem = self._ask(name, config, paths)
+            # connect once for all trials of the store
+            if name not in self._stores and name not in self._unreachable:
+                store = make_name_store(config, paths, _ANSWER_S)
+                try:
+                    store.get_subtree(trial_names(config).heartbeats)
+                    self._stores[name] = store
+                except RealsysError as error:
+                    store.close()
+                    self._unreachable[name] = str(error)
+            problem = self._unreachable.get(name, "")
         if problem and settings.start:
-            if _ended_without_store(config, paths):
+            cluster = config.cluster
+            by_job = cluster.launcher == "slurm" and paths.job.exists()
+            if not cluster.nodes or by_job or _reported_its_end(paths) or ran_here(paths.lock):
                 return None
             problem += "; if it was killed, run this command on the machine of its launcher, or continue it"
         if problem:
@@ -242,18 +252,6 @@ class Finder:
         if outlives_trials(config):
             self._shared[name] = trial_names(config)
         return self._stores[name]
-
-    def _ask(self, name: str, config: Config, paths: TrialPaths) -> str:
-        """Connect to a name store, once for all of its trials. Returns the problem, empty if it answers."""
-        if name not in self._stores and name not in self._unreachable:
-            store = make_name_store(config, paths, _ANSWER_S)
-            try:
-                store.get_subtree(trial_names(config).heartbeats)
-                self._stores[name] = store
-            except RealsysError as error:
-                store.close()
-                self._unreachable[name] = str(error)
-        return self._unreachable.get(name, "")
 
     def _without_folder(self, trials: Sequence[EndedTrial]) -> list[EndedTrial]:
         """Return the trials of this user that have keys, and no folder among ``trials``."""
@@ -331,13 +329,6 @@ def _reported_its_end(paths: TrialPaths) -> bool:
         return False
     begun = [path.stat().st_mtime for path in (paths.config, paths.job) if path.exists()]
     return paths.summary.stat().st_mtime >= max(begun, default=0.0)
-
-
-def _ended_without_store(config: Config, paths: TrialPaths) -> bool:
-    """Return True if a trial has ended whose own etcd does not answer, and whose lock and job are free."""
-    cluster = config.cluster
-    by_job = cluster.launcher == "slurm" and paths.job.exists()
-    return not cluster.nodes or by_job or _reported_its_end(paths) or ran_here(paths.lock)
 
 
 def _leftovers(trial: EndedTrial) -> Iterable[Leftover]:

@@ -52,16 +52,12 @@ def run(args: Namespace) -> int:
     elif not trials:
         print(f"{fileroot} has no trial")
     else:
-        print("\n".join(_table(list(rows))))
+        # a column that no trial has a value for is left out
+        cells = [_cells(row) for row in rows]
+        columns = [name for name in _COLUMNS if any(each[name] for each in cells)]
+        right = [number for number, name in enumerate(columns) if name in _RIGHT]
+        print("\n".join(aligned([columns, *([each[name] for name in columns] for each in cells)], right)))
     return 0
-
-
-def _table(rows: list[dict[str, Any]]) -> list[str]:
-    """Return the lines of the table. A column that no trial has a value for is left out."""
-    cells = [_cells(row) for row in rows]
-    columns = [name for name in _COLUMNS if any(each[name] for each in cells)]
-    right = [number for number, name in enumerate(columns) if name in _RIGHT]
-    return aligned([columns, *([each[name] for name in columns] for each in cells)], right)
 
 
 def _cells(row: Mapping[str, Any]) -> dict[str, str]:

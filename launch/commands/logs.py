@@ -13,8 +13,7 @@ from typing import get_args
 from realsys.config.device_plan import Kind
 from realsys.config.paths import TrialPaths
 from realsys.errors import ConfigError
-from realsys.launch.commands.finding import find_trial, is_trial
-from realsys.launch.commands.options import NEWEST, count
+from realsys.launch.commands.options import NEWEST, count, find_trial, is_trial
 from realsys.launch.slurm.client import is_here
 from realsys.launch.slurm.submit import follow_job
 from realsys.launch.slurm.trial_job import TrialJob, job_log
@@ -59,23 +58,19 @@ def run(args: Namespace) -> int:
     if args.follow:
         if not path.is_file():
             _say(f"{process} has no log yet: waiting for {path}")
-        _follow(paths, tail)
+        # show new text until no job and no launcher of the trial is left
+        record, answers = TrialJob.read(paths), is_here()
+        if record is not None and answers:
+            follow_job(record.job, tail, _say)
+        elif record is not None:
+            _say(f"the state of job {record.job} is not known here, where SLURM's programs are not on the PATH")
+        while is_held(paths.lock) or (record is not None and not answers and not paths.summary.is_file()):
+            threading.Event().wait(_LOOK_S)  # a file sends no event
+            show_new(tail)
+        show_new(tail)
         if not path.is_file():
             raise _unknown(paths, process)
     return 0
-
-
-def _follow(paths: TrialPaths, tail: LogTail) -> None:
-    """Show new text until no job and no launcher of the trial is left."""
-    record, answers = TrialJob.read(paths), is_here()
-    if record is not None and answers:
-        follow_job(record.job, tail, _say)
-    elif record is not None:
-        _say(f"the state of job {record.job} is not known here, where SLURM's programs are not on the PATH")
-    while is_held(paths.lock) or (record is not None and not answers and not paths.summary.is_file()):
-        threading.Event().wait(_LOOK_S)  # a file sends no event
-        show_new(tail)
-    show_new(tail)
 
 
 def _say(line: str) -> None:

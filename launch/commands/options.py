@@ -1,11 +1,21 @@
-"""Arguments that several commands have, and the start of the fork servers. Imports nothing heavy."""
+"""Arguments that several commands have, the start of the fork servers, and the trial that a command names.
+
+Imports nothing heavy: `realsys COMMAND --help` imports this module.
+"""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import difflib
 import math
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+from realsys.errors import ConfigError
+
+if TYPE_CHECKING:
+    from realsys.config.paths import TrialPaths
 
 NEWEST = "default: the newest trial under runs/"
 TRIAL = "folder of the trial"
@@ -85,3 +95,45 @@ def _steps(text: str) -> tuple[int | None, int | None]:
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r}: must be A:B, A:, :B or N") from None
     return begin, end
+
+
+# ---- the trial that a command names ------------------------------------------------------------------------------
+
+#: folder of the trials, unless another one is named (``fileroot``)
+RUNS = Path("runs")
+EVALUATIONS = "eval"  # folder of what `realsys eval` makes, in a trial or under runs/
+
+
+def find_trial(trial_dir: Path | None, *, trains: bool = False) -> TrialPaths:
+    """Return the paths of a trial; without a folder, of the newest one under runs/. Raises ConfigError without any.
+
+    EXPERIMENT/TRIAL under runs/ is a trial, too. ``trains``: the newest one that is not a `realsys eval`.
+    """
+    from realsys.launch.slurm.trial_job import trials_in
+
+    if trial_dir is None:
+        trials = [each for each in trials_in(RUNS.resolve()) if not trains or each.root.parent.name != EVALUATIONS]
+        if not trials:
+            raise ConfigError("TRIAL_DIR", str(RUNS), "has no trial: name the folder of a trial")
+        return trials[0]
+    if (paths := _trial_at(trial_dir)) is not None:
+        return paths
+    names = [f"{each.root.parent.name}/{each.root.name}" for each in trials_in(RUNS.resolve())]
+    near = difflib.get_close_matches(str(trial_dir), names, n=3)
+    remedy = f"did you mean {' or '.join(near)}?" if near else "correct the path"
+    raise ConfigError("TRIAL_DIR", str(trial_dir), f"is not the folder of a trial: {remedy}")
+
+
+def is_trial(name: str) -> bool:
+    """Return True if ``name`` is the folder of a trial, or EXPERIMENT/TRIAL under runs/."""
+    return _trial_at(Path(name)) is not None
+
+
+def _trial_at(trial_dir: Path) -> TrialPaths | None:
+    from realsys.config.paths import TrialPaths
+
+    for folder in (trial_dir, RUNS / trial_dir):
+        paths = TrialPaths(folder.resolve())
+        if any(file.exists() for file in (paths.config, paths.job, paths.lock, paths.ledger)):
+            return paths
+    return None

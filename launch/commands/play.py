@@ -41,8 +41,7 @@ from realsys.launch.evaluation_target import Choices, find_target
 from realsys.launch.prepare import make_inputs
 from realsys.manager.ledger.prompt_order import sampling_seed
 from realsys.manager.messages import ScheduleReply, ScheduleRequest
-from realsys.observe.samples.step_samples import VERDICTS
-from realsys.observe.samples.turns import token_kinds
+from realsys.observe.samples.step_samples import VERDICTS, token_kinds
 from realsys.observe.screen.terminal import Terminal
 from realsys.observe.screen.text_figures import worth_showing
 from realsys.reward.open_verifiers import own_verifiers
@@ -217,7 +216,10 @@ async def _player(
         client = _Client.of(config.generation, token, lambda: None)
         stack.push_async_callback(client.close)
         if server:
-            await _check(client, url)
+            try:
+                await client.model_info(url, _START_S)
+            except GenerationError as error:
+                raise ConfigError("--server", url, f"does not answer as a generation server: {error}") from None
         verifiers = own_verifiers(config, processes=1)
         stack.push_async_callback(verifiers.close)
         gateway = gateway_of(config, tokenizer)
@@ -242,14 +244,6 @@ async def _started(config: Config, paths: TrialPaths, stack: contextlib.AsyncExi
     http.start(_START_S)
     stack.callback(http.close)
     return http.url, token
-
-
-async def _check(client: GenerationClient, url: str) -> None:
-    """Raise ConfigError if no server answers at ``url``."""
-    try:
-        await client.model_info(url, _START_S)
-    except GenerationError as error:
-        raise ConfigError("--server", url, f"does not answer as a generation server: {error}") from None
 
 
 def _no_update(locator: str, *_: object, **__: object) -> NoReturn:

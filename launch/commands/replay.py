@@ -18,22 +18,20 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from realsys.cluster.failure import read_errors
+from realsys.cluster.process import read_errors
 from realsys.config.device_plan import nodes_of, seats_of
 from realsys.config.machine import Machine
 from realsys.config.paths import TrialPaths, read_config, write_config
 from realsys.config.schema import Config
 from realsys.config.schema_cluster import ClusterConfig
 from realsys.errors import CheckpointError, RealsysError, RecordError
-from realsys.launch.commands.finding import find_trial
-from realsys.launch.commands.options import add_trial, preload_workers
+from realsys.launch.commands.options import add_trial, find_trial, preload_workers
 from realsys.launch.nodes.local_executor import open_executor
 from realsys.launch.nodes.orders import LOCAL
 from realsys.launch.process_plan import TRAINING, ProcessSpec, plan
 from realsys.launch.start import changes
 from realsys.launch.supervise.failures import first_failure
-from realsys.launch.supervise.run_hooks import Bounds, Hooks
-from realsys.launch.supervise.supervisor import Supervisor
+from realsys.launch.supervise.supervisor import Bounds, Hooks, Supervisor
 from realsys.observe.screen.terminal import print_trimmed
 from realsys.train import record_files as files
 from realsys.train.checkpoint.checkpoint_files import STATE, verify
@@ -74,7 +72,9 @@ def run(args: Namespace) -> int:
     paths = find_trial(args.trial_dir)
     read_config(paths.config)  # the folder may have lost it
     step = last_recorded(paths) if args.step is None else args.step
-    config = _recorded_config(paths, step)
+    # the settings of the step: the trial may have been started again with others
+    directory = files.record_of_step(paths.records, step)
+    config = files.config_of(directory, files.read_record(directory))
     job = _checked_job(config, paths, step)
     job = msgspec.structs.replace(job, tolerance=tolerance_of(config, Machine.here()))
     console = Console()
@@ -82,8 +82,25 @@ def run(args: Namespace) -> int:
     steps = f"step {step}" if len(job.steps) == 1 else f"steps {files.ranges(job.steps)}"
     console.print(f"{config.experiment}/{config.trial}: {steps} again, from {origin}", highlight=False, soft_wrap=True)
     with tempfile.TemporaryDirectory(prefix="realsys-replay-") as scratch:
-        result = asyncio.run(_run(scratch_config(config, paths, job), TrialPaths(Path(scratch)), job))
-    _print(console, result, job.tolerance)
+        # processes of this machine, in another folder
+        here = ClusterConfig()
+        cluster = config.cluster.model_copy(update={field: getattr(here, field) for field in _OF_THE_MACHINES})
+        model = config.model.model_copy(update={"path": str(paths.base_model(config))})
+        record = config.record.model_copy(update={"keep_steps": len(job.steps)})
+        update = {"cluster": cluster, "model": model, "record": record, "recover": "off"}
+        result = asyncio.run(_run(config.model_copy(update=update), TrialPaths(Path(scratch)), job))
+    equal = f"equal within {job.tolerance:g}" if job.tolerance else "bit-equal"
+    kinds = list(dict.fromkeys(kind for step in result.steps for kind in step.compared))
+    table = Table("step", "answers", *(_HEADS[kind] for kind in kinds), "seconds", "", box=None)
+    for step in result.steps:
+        cells = [_cell(step.compared.get(kind, 0), step.unequal.get(kind, 0)) for kind in kinds]
+        verdict = f"[green]{equal}[/]" if step.equal else "[red]NOT EQUAL[/]"
+        table.add_row(str(step.step), str(step.sequences), *cells, f"{step.seconds:.2f}", verdict)
+    print_trimmed(console, table)
+    for step in result.steps:
+        for number, difference in enumerate(step.first):
+            text = f"step {step.step}, {'first difference' if number == 0 else 'then'}: {difference}"
+            console.print(text, highlight=False, soft_wrap=True, markup=False)
     return 0 if result.equal else _NOT_EQUAL
 
 
@@ -112,32 +129,11 @@ def _checked_job(config: Config, paths: TrialPaths, step: int) -> ReplayJob:
         directory = files.record_of_step(paths.records, each)
         record = files.read_record(directory)
         files.read_arrays(directory, record)
-        _check_same(config, files.config_of(directory, record), each, job)
+        ours, theirs = (c.model_dump(include=set(_TRAINED_WITH)) for c in (config, files.config_of(directory, record)))
+        if different := [f"{each.field}={each.old!r} ({each.new!r})" for each in changes(theirs, ours)]:
+            problem = f"was trained with other settings than step {job.step}, and there is no checkpoint between them"
+            raise RecordError(f"step {each} {problem}: {', '.join(different[:3])}")
     return job
-
-
-def _recorded_config(paths: TrialPaths, step: int) -> Config:
-    """Return the settings of ``step``: the trial may have been started again with others."""
-    directory = files.record_of_step(paths.records, step)
-    return files.config_of(directory, files.read_record(directory))
-
-
-def _check_same(config: Config, other: Config, step: int, job: ReplayJob) -> None:
-    """Refuse a ``step`` that was trained with other settings than the last one of ``job``. Raises RecordError."""
-    ours, theirs = (c.model_dump(include=set(_TRAINED_WITH)) for c in (config, other))
-    if different := [f"{each.field}={each.old!r} ({each.new!r})" for each in changes(theirs, ours)]:
-        problem = f"was trained with other settings than step {job.step}, and there is no checkpoint between them"
-        raise RecordError(f"step {step} {problem}: {', '.join(different[:3])}")
-
-
-def scratch_config(config: Config, paths: TrialPaths, job: ReplayJob) -> Config:
-    """Return the trial's configuration for processes of this machine in another folder."""
-    here = ClusterConfig()
-    cluster = config.cluster.model_copy(update={field: getattr(here, field) for field in _OF_THE_MACHINES})
-    model = config.model.model_copy(update={"path": str(paths.base_model(config))})
-    record = config.record.model_copy(update={"keep_steps": len(job.steps)})
-    update = {"cluster": cluster, "model": model, "record": record, "recover": "off"}
-    return config.model_copy(update=update)
 
 
 async def _run(config: Config, paths: TrialPaths, job: ReplayJob) -> ReplayResult:
@@ -175,21 +171,6 @@ def _master(spec: ProcessSpec) -> ProcessSpec:
     master, replay_master = "realsys.workers.master_worker", "realsys.workers.replay_master"
     argv = tuple(replay_master if part == master else part for part in spec.argv)
     return replace(spec, argv=argv, log=spec.log.with_name("replay_master-0.log"))
-
-
-def _print(console: Console, result: ReplayResult, tolerance: float) -> None:
-    equal = f"equal within {tolerance:g}" if tolerance else "bit-equal"
-    kinds = list(dict.fromkeys(kind for step in result.steps for kind in step.compared))
-    table = Table("step", "answers", *(_HEADS[kind] for kind in kinds), "seconds", "", box=None)
-    for step in result.steps:
-        cells = [_cell(step.compared.get(kind, 0), step.unequal.get(kind, 0)) for kind in kinds]
-        verdict = f"[green]{equal}[/]" if step.equal else "[red]NOT EQUAL[/]"
-        table.add_row(str(step.step), str(step.sequences), *cells, f"{step.seconds:.2f}", verdict)
-    print_trimmed(console, table)
-    for step in result.steps:
-        for number, difference in enumerate(step.first):
-            text = f"step {step.step}, {'first difference' if number == 0 else 'then'}: {difference}"
-            console.print(text, highlight=False, soft_wrap=True, markup=False)
 
 
 def _cell(compared: int, unequal: int) -> str:

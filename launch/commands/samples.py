@@ -18,12 +18,10 @@ from rich.text import Text
 
 from realsys.config.paths import TrialPaths
 from realsys.errors import ConfigError, RecordError
-from realsys.launch.commands.finding import find_trial
-from realsys.launch.commands.options import add_json, add_trial
+from realsys.launch.commands.options import add_json, add_trial, find_trial
 from realsys.launch.commands.replay import last_recorded
 from realsys.observe.evaluation_records import EvalSample
-from realsys.observe.samples.catalogue import DROPPED, Catalogue
-from realsys.observe.samples.eval_samples import EvalSource, chosen_evaluation
+from realsys.observe.samples.catalogue import DROPPED, Catalogue, EvalSource, chosen_evaluation
 from realsys.observe.samples.filters import Filter, SampleRow, SampleSource, SampleView, choose
 from realsys.observe.samples.step_samples import VERDICTS, Sample, StepSource
 from realsys.observe.screen.text_figures import worth_showing
@@ -172,7 +170,18 @@ def group_lines(group: Sequence[Sample]) -> Iterator[Text]:
     for sample in group:
         if sample.prompt != first.prompt:  # a row that begins with another history
             yield Text("  from  ").append(printable(sample.prompt), style="dim")
-        yield _facts(sample)
+        parts = [f"reward {sample.reward:g}", VERDICTS[sample.correct], sample.finish_reason]
+        parts += [f"{name} {sample.metrics[name]:g}" for name in worth_showing(sample.metrics)]
+        parts += [f"reward {reward:g} at {position}" for position, reward in sample.rewards]
+        if sample.score is not None:
+            parts.append(f"score {sample.score:+.3f}")
+        parts.append(f"staleness {sample.staleness}")
+        parts.append(f"advantage {_signed(sample.advantage)}")
+        if sample.logprob_difference is not None:
+            parts.append(f"|prox - behav| {sample.logprob_difference:.2e}")
+        parts.append(" -> ".join(f"{server} ({tokens})" for server, tokens in sample.route) or "no server known")
+        label = f"  {sample.sample_id.rpartition('/')[2]:>4}  "
+        yield Text(label).append(", ".join(parts), style=_COLOURS[sample.correct])
         yield _answer(sample)
 
 
@@ -217,21 +226,6 @@ def dropped_lines(group: Sequence[SampleView]) -> Iterator[Text]:
 def printable(text: str) -> str:
     """Escape all characters but printable ones and line ends: a completion must not control the terminal."""
     return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text).replace("\n", "\n" + " " * 8)
-
-
-def _facts(sample: Sample) -> Text:
-    parts = [f"reward {sample.reward:g}", VERDICTS[sample.correct], sample.finish_reason]
-    parts += [f"{name} {sample.metrics[name]:g}" for name in worth_showing(sample.metrics)]
-    parts += [f"reward {reward:g} at {position}" for position, reward in sample.rewards]
-    if sample.score is not None:
-        parts.append(f"score {sample.score:+.3f}")
-    parts.append(f"staleness {sample.staleness}")
-    parts.append(f"advantage {_signed(sample.advantage)}")
-    if sample.logprob_difference is not None:
-        parts.append(f"|prox - behav| {sample.logprob_difference:.2e}")
-    parts.append(" -> ".join(f"{server} ({tokens})" for server, tokens in sample.route) or "no server known")
-    label = f"  {sample.sample_id.rpartition('/')[2]:>4}  "
-    return Text(label).append(", ".join(parts), style=_COLOURS[sample.correct])
 
 
 def _answer(sample: Sample) -> Text:

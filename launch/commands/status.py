@@ -18,19 +18,17 @@ from realsys.cluster.aio import run_beside
 from realsys.config.paths import TrialPaths, read_config
 from realsys.config.schema import Config
 from realsys.errors import ConfigError
-from realsys.launch.commands.finding import find_trial
-from realsys.launch.commands.options import add_json, add_newest_trial, seconds
+from realsys.launch.commands.options import add_json, add_newest_trial, find_trial, seconds
 from realsys.launch.conclude import EVALUATION_KEYS, Summary, print_summary
 from realsys.launch.slurm.client import LIVES, JobState, SlurmError, job_state
 from realsys.launch.slurm.trial_job import TrialJob, describe_job, trial_state
 from realsys.launch.trial_folder import is_held
 from realsys.launch.words import resume_command
-from realsys.observe.events import Event, EventTail
 from realsys.observe.screen.display import View, make_view
 from realsys.observe.screen.plain import PlainView, eval_line
 from realsys.observe.screen.progress import Monitor, Record, TrialProgress, ask_once
 from realsys.observe.screen.text_figures import memory_of, memory_text
-from realsys.observe.step_log import StepTail
+from realsys.observe.step_log import Event, EventTail, StepTail
 from realsys.observe.timeline.why import bottleneck
 
 _LOOK_S = 1.0  # seconds between two checks for events and for the end of the trial
@@ -81,7 +79,9 @@ def _print_json(paths: TrialPaths, watch_s: float | None) -> None:
         if observer is None and (paths.config.exists() or TrialJob.read(paths) is None):
             observer = Observer(paths)
         if observer is None:
-            values, lives = waiting_values(paths)
+            job = job_of(paths)[1]
+            place = {"experiment": paths.root.parent.name, "trial": paths.root.name, "folder": str(paths.root)}
+            values, lives = {**place, "state": trial_state(paths, job)}, _lives(job)
         else:
             snapshot = observer.look()
             values, lives = snapshot.as_json(), snapshot.lives
@@ -243,13 +243,6 @@ class Observer:
         lives = state == "running" or _lives(job)
         resume = "" if lives or state == "done" else resume_command(paths.root)
         return TrialSnapshot(self._config, paths, state, lives, progress, list(self._events), summary, resume)
-
-
-def waiting_values(paths: TrialPaths) -> tuple[dict[str, Any], bool]:
-    """Return the values of a trial whose job has not started yet, and True if the job lives."""
-    job = job_of(paths)[1]
-    place = {"experiment": paths.root.parent.name, "trial": paths.root.name, "folder": str(paths.root)}
-    return {**place, "state": trial_state(paths, job)}, _lives(job)
 
 
 def _lives(job: JobState | None) -> bool:

@@ -9,8 +9,7 @@ from collections.abc import Callable
 
 from realsys.config.paths import TrialPaths
 from realsys.errors import RealsysError, WaitTimeout
-from realsys.launch.commands.finding import find_trial
-from realsys.launch.commands.options import add_newest_trial, seconds
+from realsys.launch.commands.options import add_newest_trial, find_trial, seconds
 from realsys.launch.slurm.client import WAITS, JobState, cancel, job_state
 from realsys.launch.slurm.trial_job import TrialJob
 from realsys.launch.supervise.stop_request import ask_to_stop, take_request

@@ -10,8 +10,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from realsys.launch.commands.finding import find_trial
-from realsys.launch.commands.options import add_newest_trial, add_steps
+from realsys.launch.commands.options import add_newest_trial, add_steps, find_trial
 from realsys.observe.timeline.perfetto import Wanted, write_trace
 
 

@@ -17,8 +17,7 @@ from realsys.cluster.names.contract import NameStore
 from realsys.config.paths import TrialPaths, read_config
 from realsys.config.schema import Config
 from realsys.errors import ConfigError, NameStoreError
-from realsys.launch.commands.finding import find_trial
-from realsys.launch.commands.options import add_newest_trial
+from realsys.launch.commands.options import add_newest_trial, find_trial
 from realsys.launch.trial_folder import is_held
 from realsys.observe.page.app import serve_view
 from realsys.observe.screen.progress import Monitor, NoScreen, TrialProgress

@@ -14,12 +14,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from realsys.launch.commands.finding import find_trial
-from realsys.launch.commands.options import add_json, add_newest_trial, add_steps
+from realsys.launch.commands.options import add_json, add_newest_trial, add_steps, find_trial
 from realsys.observe.percent import whole_percents
 from realsys.observe.screen.terminal import print_trimmed
-from realsys.observe.timeline.ways import WAITS
-from realsys.observe.timeline.why import PARTS, StepTime, WhyReport, explain
+from realsys.observe.timeline.why import PARTS, WAITS, StepTime, WhyReport, explain
 
 #: last steps that the table shows; --json has all of them
 _SHOWN = 12
@@ -75,7 +73,18 @@ def print_report(console: Console, report: WhyReport) -> None:
     if report.waits:
         title = f"it waits because its last group was here (from the spans of {report.covered} steps)"
         _print_shares(console, title, report.waits, report.wait_percents, WAITS)
-    _print_steps(console, report)
+    # parts that are small in all of the steps are one column, so that a row adds up to 100
+    shown = report.steps[-_SHOWN:]
+    used = [name for name in PARTS if any(time.share(name) >= _WORTH for time, _ in shown)]
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), title="\nsteps, % of each", title_justify="left")
+    for name in ("step", "s", *used, "rest"):
+        table.add_column(name, justify="right")
+    table.add_column("waits for", no_wrap=True)
+    for time, waits in shown:
+        parts = {name: time.parts[name] for name in used}
+        shares = whole_percents(parts | {"rest": max(0.0, time.seconds - sum(parts.values()))}, time.seconds)
+        table.add_row(str(time.step), f"{time.seconds:.2f}", *map(str, shares.values()), _most(time, waits))
+    print_trimmed(console, table)
     _print_use(console, report)
     if report.life:
         percents = whole_percents(report.life, sum(report.life.values()))
@@ -96,21 +105,6 @@ def _print_shares(
         if parts.get(name, 0.0) >= 0.005:  # it is 0.00 otherwise
             table.add_row(name, f"{parts[name]:.2f}", str(percents[name]), meaning)
     table.add_row("sum", f"{sum(parts.values()):.2f}", str(sum(percents.values())), style="dim")
-    print_trimmed(console, table)
-
-
-def _print_steps(console: Console, report: WhyReport) -> None:
-    """Print the last steps. Parts that are small in all of them are one column, so that a row adds up to 100."""
-    shown = report.steps[-_SHOWN:]
-    used = [name for name in PARTS if any(time.share(name) >= _WORTH for time, _ in shown)]
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), title="\nsteps, % of each", title_justify="left")
-    for name in ("step", "s", *used, "rest"):
-        table.add_column(name, justify="right")
-    table.add_column("waits for", no_wrap=True)
-    for time, waits in shown:
-        parts = {name: time.parts[name] for name in used}
-        shares = whole_percents(parts | {"rest": max(0.0, time.seconds - sum(parts.values()))}, time.seconds)
-        table.add_row(str(time.step), f"{time.seconds:.2f}", *map(str, shares.values()), _most(time, waits))
     print_trimmed(console, table)
 
 

@@ -1,6 +1,6 @@
 """The Ray actor that runs one node agent as a child process. Standard library and Ray only.
 
-Ray's worker processes get this module by value (ray_driver.py), so they need no realsys. The agent's command does.
+Ray's worker processes get this module by value (ray_launcher.py), so they need no realsys. The agent's command does.
 """
 
 from __future__ import annotations

@@ -177,7 +177,16 @@ class Coordinator:
         An agent whose message cannot be read gets no more Pings, and is lost when its lease is over.
         """
         try:
-            await self._ping(agent)
+            lease_s = self._terms.lease_s
+            while True:
+                pong = await agent.ask(orders.Ping(lease_s), orders.Pong, self._left_s(agent))
+                if pong.incarnation != agent.joined.incarnation:
+                    raise WorkerLost("another agent answers")
+                agent.heard, agent.heard_at = time.monotonic(), time.time()
+                if not agent.is_known:
+                    agent.is_known = True
+                    self._take(agent)
+                await asyncio.sleep(lease_s / PINGS_PER_LEASE)
         except WaitTimeout as error:
             self._stream.lose(agent.joined.agent, str(error))  # refused from now on: its processes count as dead
         except (DecodeError, WorkerLost):
@@ -198,34 +207,18 @@ class Coordinator:
         """Return the time in which the agent must be heard; below 0 after it."""
         return agent.heard + self._terms.lease_s + orders.KILL_MARGIN_S - time.monotonic()
 
-    async def _ping(self, agent: _Agent) -> None:
-        lease_s = self._terms.lease_s
-        while True:
-            pong = await agent.ask(orders.Ping(lease_s), orders.Pong, self._left_s(agent))
-            if pong.incarnation != agent.joined.incarnation:
-                raise WorkerLost("another agent answers")
-            agent.heard, agent.heard_at = time.monotonic(), time.time()
-            if not agent.is_known:
-                agent.is_known = True
-                self._take(agent)
-            await asyncio.sleep(lease_s / PINGS_PER_LEASE)
-
     def _take(self, agent: _Agent) -> None:
         """Bind an agent that has answered, or keep it as a spare."""
         if problem := agent.joined.problem or self._binding.misfit(agent.machine):
-            self._misfit(agent, problem)
+            if not self._was_complete:
+                self.refuse(ConfigError("cluster.nodes", len(self.nodes), problem))
+            else:
+                self._listener.say(f"{problem}: it is not used")
             return
         node = self._binding.join(agent.machine)
         log.info("%s joined: host %s, %s", agent.joined.name, agent.joined.host, node or "a spare")
         if node:
             self._bind(node, agent)
-
-    def _misfit(self, agent: _Agent, problem: str) -> None:
-        """Before the run has started a machine that does not suit is an error, later it is only not used."""
-        if not self._was_complete:
-            self.refuse(ConfigError("cluster.nodes", len(self.nodes), problem))
-        else:
-            self._listener.say(f"{problem}: it is not used")
 
     def _bind(self, name: str, agent: _Agent) -> None:
         machine = agent.joined.name

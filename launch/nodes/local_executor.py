@@ -69,32 +69,29 @@ class Executor(SupervisedNode):
 
     def start(self, order: ProcessOrder, on_exit: OnExit) -> Process:
         try:
-            return self._start(order, on_exit)
+            env = {**order.env, **visible_to(order.gpus, self._gpus)}
+            order.log.parent.mkdir(parents=True, exist_ok=True)
+            if order.keep_last_words:
+                keep_last_words(order.log)
+            self.log_bytes[order.log] = order.log_bytes
+            with order.log.open("ab") as output:
+                log_start = output.tell()
+                exited = functools.partial(self._on_exit, on_exit)
+                child = ChildProcess(
+                    order.argv,
+                    _environment(env),
+                    output,
+                    inherit=self._inherit,
+                    on_exit=lambda: exited(process),
+                    server=preload.server_of(order.argv),
+                )
+            process = _Running(child, order.log, log_start)
+            self._running.add(process)
+            return process
         except OSError as exc:
             problem = Exit(CANNOT_START, time.time(), problem=str(exc))
             asyncio.get_running_loop().call_soon(on_exit, problem)
             return Process()
-
-    def _start(self, order: ProcessOrder, on_exit: OnExit) -> Process:
-        env = {**order.env, **visible_to(order.gpus, self._gpus)}
-        order.log.parent.mkdir(parents=True, exist_ok=True)
-        if order.keep_last_words:
-            keep_last_words(order.log)
-        self.log_bytes[order.log] = order.log_bytes
-        with order.log.open("ab") as output:
-            log_start = output.tell()
-            exited = functools.partial(self._on_exit, on_exit)
-            child = ChildProcess(
-                order.argv,
-                _environment(env),
-                output,
-                inherit=self._inherit,
-                on_exit=lambda: exited(process),
-                server=preload.server_of(order.argv),
-            )
-        process = _Running(child, order.log, log_start)
-        self._running.add(process)
-        return process
 
     def _on_exit(self, on_exit: OnExit, process: _Running) -> None:
         self._running.discard(process)

@@ -182,7 +182,20 @@ class NodeAgent:
         if self._over.is_set() or self._lease.left_s < 0:
             return
         try:
-            self._handle(request)
+            match request.handler:
+                case "Ping":
+                    self._lease.renew(request.decode(orders.Ping).lease_s)
+                    self._endpoint.reply(request, orders.Pong(self._endpoint.incarnation))
+                case "Start":
+                    self._endpoint.reply(request, orders.Started(self._start(request.decode(orders.Start))))
+                case "SendSignal":
+                    self._signal(request.decode(orders.SendSignal))
+                    self._endpoint.reply(request, orders.Done())
+                case "EndRun":
+                    order = request.decode(orders.EndRun)
+                    self._ending = asyncio.create_task(self._end(request, order))
+                case _:
+                    raise RealsysError(f"unknown order {request.handler!r}: run the same realsys on all nodes")
         except StreamError:
             self._over.set()
         except Exception as exc:  # the boundary of a request
@@ -200,22 +213,6 @@ class NodeAgent:
             return
         with contextlib.suppress(StreamError):
             self._endpoint.reply_error(request, exc)
-
-    def _handle(self, request: WorkerRequest) -> None:
-        match request.handler:
-            case "Ping":
-                self._lease.renew(request.decode(orders.Ping).lease_s)
-                self._endpoint.reply(request, orders.Pong(self._endpoint.incarnation))
-            case "Start":
-                self._endpoint.reply(request, orders.Started(self._start(request.decode(orders.Start))))
-            case "SendSignal":
-                self._signal(request.decode(orders.SendSignal))
-                self._endpoint.reply(request, orders.Done())
-            case "EndRun":
-                order = request.decode(orders.EndRun)
-                self._ending = asyncio.create_task(self._end(request, order))
-            case _:
-                raise RealsysError(f"unknown order {request.handler!r}: run the same realsys on all nodes")
 
     def _start(self, order: orders.Start) -> int:
         if order.incarnation != self._endpoint.incarnation:
@@ -282,7 +279,10 @@ def run(args: Namespace) -> int:
     node = args.node
     configure_logging(f"node_agent/{node}")
     failpoint.arm(f"node_agent/{node}")
-    _die_with_launcher()
+    # Its own processes then get SIGTERM. At SIGTERM the agent would ask the coordinator to end the run.
+    parent = os.environ.get(PARENT_PID)
+    if parent is not None and not die_with_parent(signal.SIGKILL, int(parent)):
+        raise Fenced(f"the process that started this agent (pid {parent}) has ended already")
     # The stream's thread ends with the session: refused by the coordinator, or the lease is over.
     threading.excepthook = lambda args: log.error("%s", args.exc_value)
 
@@ -294,17 +294,6 @@ def run(args: Namespace) -> int:
             return await serve(paths, node, args.wait, signals, once=args.once)
 
     return asyncio.run(body())
-
-
-def _die_with_launcher() -> None:
-    """Have the kernel kill this agent when its parent ends, if the parent has set REALSYS_PARENT_PID.
-
-    Its own processes then get SIGTERM. The signal for the agent is SIGKILL, because at SIGTERM it would ask the
-    coordinator to end the run.
-    """
-    parent = os.environ.get(PARENT_PID)
-    if parent is not None and not die_with_parent(signal.SIGKILL, int(parent)):
-        raise Fenced(f"the process that started this agent (pid {parent}) has ended already")
 
 
 class NodeSignals:
@@ -345,7 +334,17 @@ async def serve(paths: TrialPaths, name: str, wait_s: float, signals: NodeSignal
             lease = CoordinatorLease()
             keys = load_keys(paths.keys)
             endpoint = AgentEndpoint(orders.index_of(name), address.address, keys=keys, check_alive=lease.check)
-            endpoint.notify("Joined", _introduction(name, endpoint, address, gpu_memory))
+            reached, problem = "", ""
+            gpus: tuple[str, ...] = ()
+            try:
+                gpus = own_gpus()
+                cluster = ClusterConfig(host=address.host, interface=address.interface, nodes=address.machines)
+                _, reached, _ = own_addresses(cluster, os.environ, interfaces())
+            except ConfigError as error:
+                problem = f"{name}: {error}"
+            cpus = len(os.sched_getaffinity(0))
+            machine = (socket.gethostname(), reached, cpus, free_host_bytes(), len(gpus), gpu_memory)
+            endpoint.notify("Joined", orders.Joined(endpoint.index, endpoint.incarnation, name, *machine, problem))
             agent = signals.agent = NodeAgent(executor, endpoint, lease)
             await agent.run(wanted)
             signals.agent = None
@@ -368,21 +367,6 @@ def _gpu_memory() -> int:
         return gpu_bytes(own_gpus())
     except ConfigError:  # part of the introduction
         return 0
-
-
-def _introduction(name: str, endpoint: WorkerEndpoint, address: orders.Address, gpu_memory: int) -> orders.Joined:
-    """Describe this machine."""
-    reached, problem = "", ""
-    gpus: tuple[str, ...] = ()
-    try:
-        gpus = own_gpus()
-        cluster = ClusterConfig(host=address.host, interface=address.interface, nodes=address.machines)
-        _, reached, _ = own_addresses(cluster, os.environ, interfaces())
-    except ConfigError as error:
-        problem = f"{name}: {error}"
-    cpus = len(os.sched_getaffinity(0))
-    machine = (socket.gethostname(), reached, cpus, free_host_bytes(), len(gpus), gpu_memory)
-    return orders.Joined(endpoint.index, endpoint.incarnation, name, *machine, problem)
 
 
 async def _find(paths: TrialPaths, deadline: float, signals: NodeSignals, *, had_one: bool) -> orders.Address | None:

@@ -27,8 +27,7 @@ from realsys.launch.prepare import examine
 from realsys.launch.process_plan import agent_command
 from realsys.launch.run import RunOptions, plan_run, show_plan
 from realsys.launch.slurm.client import LIVES, JobWatch, SlurmError, SlurmSilent, job_state, submit
-from realsys.launch.slurm.job_script import Job, job_name, render
-from realsys.launch.slurm.launcher import steps_as_text
+from realsys.launch.slurm.launcher import Job, job_name, render, steps_as_text
 from realsys.launch.slurm.trial_job import TrialJob, describe_job, job_log
 from realsys.launch.words import command_line, own_words, words_again
 from realsys.observe.screen.terminal import LogTail, show_new

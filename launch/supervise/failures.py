@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from realsys.cluster.aio import FULL, full_disk
-from realsys.cluster.failure import ErrorRecord
+from realsys.cluster.process import ErrorRecord
 from realsys.launch.nodes.orders import ProcessId
 from realsys.launch.supervise.restart_policy import KILL_HEARD_AFTER_S, Cause, Death, TrialOutcome
 from realsys.observe.screen.text_figures import size_text

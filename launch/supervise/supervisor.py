@@ -24,10 +24,11 @@ import logging
 import signal
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from typing import Concatenate, ParamSpec
+from dataclasses import dataclass
+from typing import Concatenate, ParamSpec, Protocol
 
 from realsys.cluster.aio import FULL
-from realsys.cluster.process import TRAINING_START
+from realsys.cluster.process import TRAINING_START, ErrorRecord
 from realsys.errors import ConfigError, RealsysError
 from realsys.launch.nodes.orders import (
     LOCAL,
@@ -54,8 +55,8 @@ from realsys.launch.supervise.restart_policy import (
     TrialOutcome,
     is_spare,
 )
-from realsys.launch.supervise.run_hooks import Bounds, Hooks
 from realsys.launch.supervise.stop_request import stop_signals
+from realsys.observe.step_log import EventKind
 
 log = logging.getLogger(__name__)
 
@@ -131,7 +132,11 @@ class Supervisor:
             except Exception as exc:
                 self.fail(exc)
             finally:
-                killed = await self._end_all()
+                self._end(TrialOutcome("failed", "the launcher was cancelled"))  # unless it has ended otherwise
+                assert self._outcome is not None
+                self._deaths += self._trainer.deaths  # it was being killed: its failures are causes, too
+                self._trainer.cancel()
+                killed = await self._stop.run(orderly=self._outcome.status == "interrupted")
         assert self._outcome is not None
         outcome = self._outcome
         outcome.deaths = self._deaths
@@ -165,13 +170,6 @@ class Supervisor:
         """End the run for an exception in the launcher itself."""
         log.error("the launcher failed", exc_info=exc)
         self._end(TrialOutcome("failed", f"the launcher failed: {type(exc).__name__}: {exc}"))
-
-    async def _end_all(self) -> list[str]:
-        self._end(TrialOutcome("failed", "the launcher was cancelled"))  # unless it has ended otherwise
-        assert self._outcome is not None
-        self._deaths += self._trainer.deaths  # it was being killed: its failures are causes, too
-        self._trainer.cancel()
-        return await self._stop.run(orderly=self._outcome.status == "interrupted")
 
     # ---- start
 
@@ -258,27 +256,24 @@ class Supervisor:
             error = self._hooks.outside()
         death = Death(spec.name, process.id, ended.returncode, ended.time, spec.log, error, defect, ended.lost)
         if self._outcome is None:
-            self._consider(child, death, time.monotonic() - process.started)
+            # an unrequested death, or the end of a trainer process that was killed because of one
+            spec = child.spec
+            if spec.kind in LEADERS and death.returncode == 0 and self._hooks.finished():
+                self._end(TrialOutcome("done", f"{spec.name} finished"))
+            elif spec.on_death == "end" or (spec.kind == NAME_STORE and death.lost):
+                # The address of another machine's etcd would be a new one, which no running process knows.
+                self._deaths.append(death)
+                self._end(TrialOutcome("failed", f"{spec.name} {death.how}", no_machine=bool(death.lost)))
+            elif spec.on_death == "restart":
+                self._restart_alone(child, death, time.monotonic() - process.started)
+            else:
+                self._trainer.add_death(death)
+                if not self._trainer.running:
+                    self._restart_trainer()
         elif death.killed and not self._stop.killing and not self._trainer.killed(child, death):
             # Killed from outside: other processes may have failed because of it, and been noticed first.
             self._deaths.append(death)
         self._changes.note()
-
-    def _consider(self, child: Child, death: Death, ran_s: float) -> None:
-        """Act on an unrequested death, or on the end of a trainer process that was killed because of one."""
-        spec = child.spec
-        if spec.kind in LEADERS and death.returncode == 0 and self._hooks.finished():
-            self._end(TrialOutcome("done", f"{spec.name} finished"))
-        elif spec.on_death == "end" or (spec.kind == NAME_STORE and death.lost):
-            # The address of another machine's etcd would be a new one, which no running process knows.
-            self._deaths.append(death)
-            self._end(TrialOutcome("failed", f"{spec.name} {death.how}", no_machine=bool(death.lost)))
-        elif spec.on_death == "restart":
-            self._restart_alone(child, death, ran_s)
-        else:
-            self._trainer.add_death(death)
-            if not self._trainer.running:
-                self._restart_trainer()
 
     def _restart_alone(self, child: Child, death: Death, ran_s: float) -> None:
         """Restart a process, with all parts of its server if that spans nodes: they end and start together."""
@@ -289,7 +284,9 @@ class Supervisor:
         if any(part.process is not None for part in parts):
             return
         del self._first_deaths[parts[0].spec.name]
-        spare = self._is_spare(child, ran_s)
+        alike, now = _whole(self._of_kind(child.spec.kind)), time.monotonic()
+        others_s = [now - other.process.started for other in alike if other.process is not None]
+        spare = child.spec.kind in _REPLACEABLE and is_spare(ran_s, others_s, len(alike), self._bounds.min_share)
         if decided := self._decide(parts[0].spec.name, [first], frozenset({first.process}), ran_s, spare=spare):
             restart, cause = decided
             for part in parts:
@@ -333,7 +330,12 @@ class Supervisor:
         permanent = any(error.permanent or error.exit_code == _BAD_INPUT for error in errors)
         decision = self._policy.decide(Failure(who, deaths, processes, ran_s, cause, permanent, checkpoint, spare))
         if isinstance(decision, GiveUp):
-            self._give_up(who, cause, decision)
+            self._given_up.append(who)
+            kind = who.partition("/")[0]
+            alike = [child.spec.name for child in _whole(self._of_kind(kind))]
+            left = len(alike) - len(set(alike) & set(self._given_up))
+            goes_on = f"the run continues with {left} of {len(alike)} {_REPLACEABLE[kind]}"
+            self._hooks.say(f"{cause}; given up {decision.why}: {goes_on} ({cause.log})", "gave_up", who)
             return None
         if isinstance(decision, EndDecision):
             self._deaths += decision.deaths
@@ -347,20 +349,6 @@ class Supervisor:
 
     def _of_kind(self, kind: str) -> list[Child]:
         return [c for c in self._children if c.spec.kind == kind]
-
-    def _is_spare(self, child: Child, ran_s: float) -> bool:
-        """Return True if the run can do without this worker, which has just ended."""
-        alike, now = _whole(self._of_kind(child.spec.kind)), time.monotonic()
-        others_s = [now - other.process.started for other in alike if other.process is not None]
-        return child.spec.kind in _REPLACEABLE and is_spare(ran_s, others_s, len(alike), self._bounds.min_share)
-
-    def _give_up(self, name: str, cause: Cause, decision: GiveUp) -> None:
-        self._given_up.append(name)
-        kind = name.partition("/")[0]
-        alike = [child.spec.name for child in _whole(self._of_kind(kind))]
-        left = len(alike) - len(set(alike) & set(self._given_up))
-        goes_on = f"the run continues with {left} of {len(alike)} {_REPLACEABLE[kind]}"
-        self._hooks.say(f"{cause}; given up {decision.why}: {goes_on} ({cause.log})", "gave_up", name)
 
     def _say_restart(self, cause: Cause, restart: Restart, of: str = "", start: str = "") -> None:
         number = f"restart {restart.number}/{self._bounds.max_restarts}{of} in {restart.delay_s:.1f} s"
@@ -438,7 +426,11 @@ class StopSequence:
         self.killing = True
         killed = await self._kill(workers)
         left = self._bounds.stop_timeout_s + _KILL_TIMEOUT_S - (time.monotonic() - began)
-        killed += await self._stop_name_store(left)
+        stores = [child for child in self._children if child.spec.kind == NAME_STORE]
+        for child in stores:
+            child.terminate()
+        await self._changes.until(lambda: self.hurry or not pids_of(stores), left)
+        killed += await self._kill(stores)
         ends = await asyncio.gather(*(node.end(_KILL_TIMEOUT_S) for node in self._nodes))
         killed += [name for left_over in ends for name in left_over]
         await self._changes.until(lambda: not pids_of(self._children), _KILL_TIMEOUT_S)  # killed, but not yet reaped
@@ -471,13 +463,6 @@ class StopSequence:
                 self._hooks.say(f"{text} (a second Ctrl-C ends the run without waiting)")
             if now != before:
                 before, moved, bound_s = now, time.monotonic(), self._bounds.stop_progress_s
-
-    async def _stop_name_store(self, timeout_s: float) -> list[str]:
-        stores = [child for child in self._children if child.spec.kind == NAME_STORE]
-        for child in stores:
-            child.terminate()
-        await self._changes.until(lambda: self.hurry or not pids_of(stores), timeout_s)
-        return await self._kill(stores)
 
     async def _kill(self, children: Sequence[Child]) -> list[str]:
         """Kill the children that still run; returns their names."""
@@ -612,3 +597,69 @@ class Child:
         if self.pending is not None:
             self.pending.cancel()
             self.pending = None
+
+
+# ---- bounds of a run, and what the supervisor calls outside of itself
+
+
+class Say(Protocol):
+    """Takes a line for the user; ``kind`` and ``process`` are those of its event (realsys.observe.step_log)."""
+
+    def __call__(self, text: str, kind: EventKind = "note", process: str = "") -> None: ...
+
+
+async def _ready(_: ProcessSpec, __: str) -> None:
+    return None
+
+
+async def _no_launcher() -> None:
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Bounds of a run.
+
+    stop_progress_s  time that a stop waits for the next progress of the MasterWorker
+    min_share        share of the workers of a kind that must be left when one is given up
+    join_s           time that the start waits for the agents of other nodes
+    log_bytes        bound on the log of a process
+    room_s           time that restarts wait for room on a full disk: a person or a cleaning job may make some, but
+                     the GPUs are idle until then
+    """
+
+    stop_timeout_s: float
+    stop_progress_s: float
+    max_restarts: int
+    first_backoff_s: float = 0.5
+    min_share: float = 0.0
+    join_s: float = 120.0
+    log_bytes: int = 1 << 24
+    room_s: float = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Hooks:
+    """Functions of the run that the supervisor calls.
+
+    say               takes a line for each restart and kill
+    launch            starts the agents of other nodes
+    errors            returns the error files of the trial's processes
+    checkpoint        returns the step of the newest complete one, or NO_CHECKPOINT
+    finished          returns True if a MasterWorker that exited 0 has finished the run
+    name_store_ready  returns when the run's own name store answers; takes its process, and the address of its node
+    outside           returns a cause outside of the processes, such as a full disk, or ""
+    no_room           returns that the disk has no room for a step, or ""
+    stopping          returns the progress of a stop: what the MasterWorker does (the user reads its first line), and
+                      the bytes that were written
+    """
+
+    say: Say
+    launch: Callable[[], Awaitable[None]] = _no_launcher
+    errors: Callable[[], Sequence[ErrorRecord]] = lambda: ()
+    checkpoint: Callable[[], int] = lambda: NO_CHECKPOINT
+    finished: Callable[[], bool] = lambda: True
+    name_store_ready: Callable[[ProcessSpec, str], Awaitable[None]] = _ready
+    outside: Callable[[], str] = lambda: ""
+    no_room: Callable[[], str] = lambda: ""
+    stopping: Callable[[], tuple[str, int]] = lambda: ("", 0)

@@ -188,7 +188,11 @@ def _play(agent: CapturedRun, task: dict[str, Any], limits: dict[str, Any], ends
     resource.setrlimit(resource.RLIMIT_DATA, (own + (limits["memory_mb"] << 20),) * 2)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     try:
-        _reseed()
+        # seed the random states of this fork anew, as Python does for ``random``
+        for name in ("numpy.random", "torch"):
+            seed = getattr(sys.modules.get(name), "seed", None)
+            if seed is not None:
+                seed()
         message = json.dumps({"returned": _returned(agent, task)}, default=_number)
     except BaseException as error:  # the process boundary: the user's code may raise anything; reported
         message = json.dumps({"failed": described(error)})
@@ -198,14 +202,6 @@ def _play(agent: CapturedRun, task: dict[str, Any], limits: dict[str, Any], ends
     data = message.encode()
     while data:
         data = data[os.write(result, data) :]
-
-
-def _reseed() -> None:
-    """Seed the random states of this fork anew, as Python does for ``random``."""
-    for name in ("numpy.random", "torch"):
-        seed = getattr(sys.modules.get(name), "seed", None)
-        if seed is not None:
-            seed()
 
 
 def _returned(agent: CapturedRun, task: dict[str, Any]) -> Any:
@@ -272,7 +268,12 @@ class EpisodeKeeper:
         look = time.monotonic() + _LOOK_S
         while not self.reached:
             ready = {descriptor for descriptor, _ in self._poll.poll(_LOOK_S * 1000)}
-            self._read()
+            printed = self._next(self._output)
+            self.bytes += len(printed)
+            self.printed = (self.printed + printed)[-PRINTED:]
+            self.result += self._next(self._result)
+            if len(self.result) > MAX_RESULT:
+                self.reached = "result"
             if self._ended in ready:
                 self.code = os.waitstatus_to_exitcode(os.waitpid(self._child, 0)[1])
                 return
@@ -281,14 +282,6 @@ class EpisodeKeeper:
             elif time.monotonic() > look:
                 self.reached = self.reached or reached(self._limits)
                 look = time.monotonic() + _LOOK_S
-
-    def _read(self) -> None:
-        printed = self._next(self._output)
-        self.bytes += len(printed)
-        self.printed = (self.printed + printed)[-PRINTED:]
-        self.result += self._next(self._result)
-        if len(self.result) > MAX_RESULT:
-            self.reached = "result"
 
     def _next(self, pipe: int) -> bytes:
         """Read what a pipe holds now: at most 1 MiB, so that the limits are checked while an agent prints."""

@@ -275,24 +275,19 @@ def try_loss(cfg: PPOConfig) -> None:
     for tokens in (6, 0):
         where = "a trial batch" if tokens else "an empty micro-batch"
         with LOSS.guard(cfg.loss, f"fails on {where}"):
-            result = _loss_and_gradient(loss, cfg, tokens)
+            theta = torch.tensor([-1.0, -2.0, -0.5, -1.5, -0.7, -3.0])[:tokens].requires_grad_()
+            prox = torch.tensor([-1.2, -1.5, -0.5, -1.7, -0.9, -2.0])[:tokens]
+            behav = torch.tensor([-1.1, -1.6, -0.6, -1.6, -0.8, -2.1])[:tokens]
+            advantages = torch.tensor([1.0, 1.0, -0.5, -0.5, 0.0, 2.0])[:tokens]
+            mask = torch.tensor([True, True, True, False, True, True])[:tokens]
+            rows = 3 if tokens else 0
+            segments = Segments(torch.tensor([2, 3, 1])[:rows], torch.tensor([0, 1, 1])[:rows])
+            columns = (theta, prox, behav, advantages)
+            total, _ = actor_loss(*columns, mask, 5.0, cfg, loss=loss, segments=segments)
+            if not total.requires_grad:
+                raise ValueError("the result has no gradient: compute it from inputs.theta or inputs.u")
+            [gradient] = torch.autograd.grad(total, theta)
+            result = total, gradient
         if not all(tensor.isfinite().all() for tensor in result):
             problem = f"loss or gradient is not finite on {where}: check its divisions and logs"
             raise ConfigError(LOSS.field, cfg.loss, problem)
-
-
-def _loss_and_gradient(loss: ConfiguredLoss, cfg: PPOConfig, tokens: int) -> tuple[Tensor, Tensor]:
-    """Compute the loss of the first ``tokens`` of three rows in two episodes."""
-    theta = torch.tensor([-1.0, -2.0, -0.5, -1.5, -0.7, -3.0])[:tokens].requires_grad_()
-    prox = torch.tensor([-1.2, -1.5, -0.5, -1.7, -0.9, -2.0])[:tokens]
-    behav = torch.tensor([-1.1, -1.6, -0.6, -1.6, -0.8, -2.1])[:tokens]
-    advantages = torch.tensor([1.0, 1.0, -0.5, -0.5, 0.0, 2.0])[:tokens]
-    mask = torch.tensor([True, True, True, False, True, True])[:tokens]
-    rows = 3 if tokens else 0
-    segments = Segments(torch.tensor([2, 3, 1])[:rows], torch.tensor([0, 1, 1])[:rows])
-    columns = (theta, prox, behav, advantages)
-    total, _ = actor_loss(*columns, mask, 5.0, cfg, loss=loss, segments=segments)
-    if not total.requires_grad:
-        raise ValueError("the result has no gradient: compute it from inputs.theta or inputs.u")
-    [gradient] = torch.autograd.grad(total, theta)
-    return total, gradient

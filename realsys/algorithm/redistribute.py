@@ -109,11 +109,6 @@ def last_stage(mesh: Mesh, dp: int) -> list[int]:
     return [mesh.workers[mesh.rank(dp, tp, stage)] for tp in range(mesh.layout.tensor)]
 
 
-def _everywhere(key: str) -> bool:
-    """Return True if all stages read the array: the mask says which logits are scored, on the last stage."""
-    return ARRAY_KEYS[key][1] == "sequence" and key != "loss_mask"
-
-
 @dataclass(slots=True)
 class _Planner:
     """A plan in the making for ``arrays``.
@@ -144,7 +139,11 @@ class _Planner:
                 if not holders:
                     raise StuckError(f"worker {last[0]} needs {key} of sample {samples[0]}, but no worker holds it")
                 keys.setdefault(holders, []).append(key)
-            self.alike[holders_of_arrays] = [(h, held, [k for k in held if _everywhere(k)]) for h, held in keys.items()]
+            # the mask says which logits are scored, on the last stage
+            self.alike[holders_of_arrays] = [
+                (h, held, [k for k in held if ARRAY_KEYS[k][1] == "sequence" and k != "loss_mask"])
+                for h, held in keys.items()
+            ]
         for holders, held, everywhere in self.alike[holders_of_arrays]:
             self.move(samples, held, holders, last)
             if earlier and everywhere:

@@ -25,7 +25,7 @@ import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from realsys.cluster.http_signature import signed_digest
+from realsys.cluster.http_client import signed_digest
 from realsys.cluster.lease import CheckAlive, unleased
 from realsys.cluster.network import advertised_host, bind_tcp, join_host_port, port_of
 from realsys.errors import Fenced, WaitTimeout
@@ -198,7 +198,13 @@ class Guard:
                 await self._alive()
                 await self._app(scope, self._replay(body, receive), self._guarded(send))
         except RefusedRequest as refused:
-            await self._refuse(refused, send)
+            body = msgspec.json.encode(self._error(refused.message))
+            # The connection stays open: uvicorn discards the rest of the body, and closing could cut off this answer.
+            headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+            if refused.retry_after_s:
+                headers.append((b"retry-after", str(refused.retry_after_s).encode()))
+            await send({"type": "http.response.start", "status": refused.status, "headers": headers})
+            await send({"type": "http.response.body", "body": body})
 
     def _admit(self, scope: Scope) -> bytes:
         """Refuse a caller without the token if one is needed. The comparison takes constant time.
@@ -278,15 +284,6 @@ class Guard:
             await send(message)
 
         return guarded
-
-    async def _refuse(self, refused: RefusedRequest, send: Send) -> None:
-        body = msgspec.json.encode(self._error(refused.message))
-        # The connection stays open: uvicorn discards the rest of the body, and closing could cut off this answer.
-        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-        if refused.retry_after_s:
-            headers.append((b"retry-after", str(refused.retry_after_s).encode()))
-        await send({"type": "http.response.start", "status": refused.status, "headers": headers})
-        await send({"type": "http.response.body", "body": body})
 
 
 class BoundedRequest(HttpToolsProtocol):

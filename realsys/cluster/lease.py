@@ -106,7 +106,14 @@ class Heartbeat:
         self._state = "starting"
         self._written = ""
         self._last = terms.last
-        self._incarnation = self._next_incarnation()
+        # one more than a predecessor's if the clock was set back
+        incarnation = max(time.time_ns(), self._newest(self._holder()) + 1)
+        if self._last is not None:
+            self._last.parent.mkdir(exist_ok=True)
+            staged = self._last.with_name(f"{self._last.name}.tmp")
+            staged.write_bytes(b"%d" % incarnation)
+            staged.replace(self._last)
+        self._incarnation = incarnation
         self._due = threading.Event()
         self._condition = threading.Condition()
         self._stopping = False
@@ -171,13 +178,6 @@ class Heartbeat:
             if thread.is_alive() and thread is not threading.current_thread():
                 thread.join(self.lease.ttl_s)
 
-    def _next_incarnation(self) -> int:
-        """Return the wall clock in nanoseconds, or one more than a predecessor's if the clock was set back."""
-        incarnation = max(time.time_ns(), self._newest(self._holder()) + 1)
-        if self._last is not None:
-            _write_last(self._last, incarnation)
-        return incarnation
-
     def _newest(self, holder: int | None) -> int:
         """Return the greatest incarnation so far: that of the key, or of a process that has not written it yet."""
         return max(holder or 0, 0 if self._last is None else _read_last(self._last))
@@ -198,13 +198,6 @@ class Heartbeat:
         return json.dumps(
             {**self._identity, "incarnation": self.incarnation, "state": self._state, "counters": self._shown}
         )
-
-    def _read_counters(self, now: float) -> None:
-        """Take over the counters if they have changed, unless the last change was a moment ago."""
-        counters = dict(self._counters())
-        if counters != self._shown and now >= self._count_at:
-            self._shown = counters
-            self._count_at = now + COUNTERS_S
 
     def _write(self, value: str) -> None:
         self._store.add(self._key, value, lease=self.lease, replace=True)
@@ -234,7 +227,10 @@ class Heartbeat:
             # A successor ends this lease before it writes the key.
             self._refuse_successor(self._newest(self._holder()))
             raise
-        self._read_counters(began)
+        counters = dict(self._counters())
+        if counters != self._shown and began >= self._count_at:
+            self._shown = counters
+            self._count_at = began + COUNTERS_S
         if (value := self._value()) != self._written or began >= self._look_at:
             self._look(value)
             self._look_at = began + self.lease.ttl_s / LOOKS_PER_LEASE
@@ -292,13 +288,6 @@ def _read_last(path: Path) -> int:
         log.warning("%s holds %r, which is not an incarnation: only the clock counts", path, text[:80])
         return 0
     return int(text)
-
-
-def _write_last(path: Path, incarnation: int) -> None:
-    path.parent.mkdir(exist_ok=True)
-    staged = path.with_name(f"{path.name}.tmp")
-    staged.write_bytes(b"%d" % incarnation)
-    staged.replace(path)
 
 
 def incarnation_in(value: str) -> int:

@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from realsys.cluster import failpoint
-from realsys.cluster.failure import ErrorRecord, record_of, write_error
 from realsys.cluster.process import (
+    ErrorRecord,
     StopSignals,
     bounded,
     configure_logging,
@@ -35,14 +35,15 @@ from realsys.cluster.process import (
     end,
     flush,
     raise_file_limit,
+    record_of,
+    write_error,
 )
 from realsys.errors import Fenced, RealsysError, WaitTimeout
 from realsys.observe import spans
 
 if TYPE_CHECKING:
     from realsys.cluster.lease import Heartbeat
-    from realsys.cluster.names.contract import Lease, NameStore
-    from realsys.cluster.names.keys import Names
+    from realsys.cluster.names.contract import Lease, Names, NameStore
     from realsys.config.paths import TrialPaths
     from realsys.config.schema import Config
 
@@ -164,7 +165,15 @@ class _FailureReporter:
 
 def worker_main(kind: str, body: Body, argv: Sequence[str] | None = None) -> NoReturn:
     """Run ``body`` as worker ``kind`` and exit. ``argv`` has no program name; default ``sys.argv[1:]``."""
-    trial_dir, index = _parse(kind, argv)
+    parser = argparse.ArgumentParser(prog=f"python -m realsys.workers.{kind}", description=f"One {kind} of a trial.")
+    parser.add_argument("--trial-dir", type=Path, required=True, help="folder that holds the trial's config.json")
+    parser.add_argument("--index", type=int, required=True, help="number of this worker among its kind, from 0")
+    arguments = parser.parse_args(argv)
+    if arguments.index < 0:
+        parser.error(f"--index {arguments.index}: must be 0 or more")
+    if not arguments.trial_dir.is_dir():
+        parser.error(f"--trial-dir {arguments.trial_dir}: no such directory")
+    trial_dir, index = arguments.trial_dir.resolve(), arguments.index
     name = f"{kind}/{index}"
     configure_logging(name)
     raise_file_limit()
@@ -186,18 +195,6 @@ def worker_main(kind: str, body: Body, argv: Sequence[str] | None = None) -> NoR
         code = exc.exit_code if isinstance(exc, RealsysError) else EXIT_FAILED
     log.info("exit %d", code)
     end(code, signals.orphan_grace_s)
-
-
-def _parse(kind: str, argv: Sequence[str] | None) -> tuple[Path, int]:
-    parser = argparse.ArgumentParser(prog=f"python -m realsys.workers.{kind}", description=f"One {kind} of a trial.")
-    parser.add_argument("--trial-dir", type=Path, required=True, help="folder that holds the trial's config.json")
-    parser.add_argument("--index", type=int, required=True, help="number of this worker among its kind, from 0")
-    arguments = parser.parse_args(argv)
-    if arguments.index < 0:
-        parser.error(f"--index {arguments.index}: must be 0 or more")
-    if not arguments.trial_dir.is_dir():
-        parser.error(f"--trial-dir {arguments.trial_dir}: no such directory")
-    return arguments.trial_dir.resolve(), arguments.index
 
 
 def _run(kind: str, index: int, body: Body, paths: TrialPaths, signals: StopSignals, reporter: _FailureReporter) -> int:

@@ -174,7 +174,9 @@ def check_sglang(settings: SglangConfig) -> None:
             raise ConfigError(field, value, "is set by realsys: remove it")
         if normal in seen:
             raise ConfigError(field, value, f"is the same option as {seen[normal]}: remove one of them")
-        if not isinstance(value, _SCALARS) and not _is_list(value):
+        if not isinstance(value, _SCALARS) and not (
+            isinstance(value, list) and all(isinstance(item, _SCALARS) for item in value)
+        ):
             raise ConfigError(field, value, "must be a number, text, true, false, or a list of numbers and texts")
         seen[normal] = name
 
@@ -212,10 +214,6 @@ def sglang_options(settings: SglangConfig) -> dict[str, Any]:
 
 def _normal(name: str) -> str:
     return name.lstrip("-").replace("_", "-")
-
-
-def _is_list(value: object) -> bool:
-    return isinstance(value, list) and all(isinstance(item, _SCALARS) for item in value)
 
 
 def command_line_flags(options: Mapping[str, Any]) -> list[str]:

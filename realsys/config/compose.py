@@ -138,7 +138,15 @@ def _chosen(choices: Sequence[str], config_dir: Path | None = None) -> DictConfi
     from yaml import YAMLError
 
     if config_dir is not None:
-        _check_packages(config_dir)
+        # hydra reads only the head of a file for its section; an experiment must name it
+        for file in sorted(config_dir.glob("*/*.yaml")):
+            lines = file.read_text("utf-8", errors="replace").splitlines()
+            said = [number for number, line in enumerate(lines) if _PACKAGE.match(line)]
+            if said and not all(_HEAD.match(line) for line in lines[: said[0]]):
+                problem = f"{lines[said[0]].strip()!r} is on line {said[0] + 1}: it must be on line 1"
+                raise ConfigError("--config-dir", str(file), problem)
+            if not said and file.parent.name == _EXPERIMENT:
+                raise ConfigError("--config-dir", str(file), "must have '# @package _global_' on line 1")
     search = [f"hydra.searchpath=[file://{config_dir.resolve()}]"] if config_dir else []
     with initialize_config_module(CONFIG_MODULE, version_base="1.3"):
         try:
@@ -165,21 +173,6 @@ def config_groups(config_dir: Path | None) -> dict[str, list[str]]:
         if options:
             groups.setdefault(folder.name, set()).update(options)
     return {group: sorted(options) for group, options in groups.items()}
-
-
-def _check_packages(config_dir: Path) -> None:
-    """Check where the user's files say into which section they go. hydra reads only the head of a file for it.
-
-    A file of an experiment must say it: without it hydra makes a section of that name. Raises ConfigError.
-    """
-    for file in sorted(config_dir.glob("*/*.yaml")):
-        lines = file.read_text("utf-8", errors="replace").splitlines()
-        said = [number for number, line in enumerate(lines) if _PACKAGE.match(line)]
-        if said and not all(_HEAD.match(line) for line in lines[: said[0]]):
-            problem = f"{lines[said[0]].strip()!r} is on line {said[0] + 1}: it must be on line 1"
-            raise ConfigError("--config-dir", str(file), problem)
-        if not said and file.parent.name == _EXPERIMENT:
-            raise ConfigError("--config-dir", str(file), "must have '# @package _global_' on line 1")
 
 
 def _read(text: str, groups: dict[str, list[str]]) -> tuple[str, Any]:

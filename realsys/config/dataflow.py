@@ -71,7 +71,10 @@ class Dataflow:
     """
 
     def __init__(self, calls: Iterable[FunctionCall], source_keys: Iterable[str] = SOURCE_KEYS) -> None:
-        self.calls = tuple(_with_mask(call) for call in calls)
+        # the mask says which tokens to score
+        self.calls = tuple(
+            replace(call, inputs=call.inputs | {"loss_mask"}) if "tokens" in call.inputs else call for call in calls
+        )
         self.source_keys = frozenset(source_keys) | {"loss_mask"}
         names = [call.name for call in self.calls]
         for name in names:
@@ -86,9 +89,6 @@ class Dataflow:
         for call in self.calls:
             for key in sorted(call.inputs - makers.keys()):
                 raise ConfigError("dataflow", call.name, f"reads key {key!r}, which no call makes")
-        self._check_cycles()
-
-    def _check_cycles(self) -> None:
         available = set(self.source_keys)
         waiting = list(self.calls)
         while waiting:
@@ -121,11 +121,6 @@ class Dataflow:
             for key in call.inputs:
                 readers.setdefault(key, set()).add(call.name)
         return readers
-
-
-def _with_mask(call: FunctionCall) -> FunctionCall:
-    """Add the loss mask to the inputs if the call reads tokens: the mask says which tokens to score."""
-    return replace(call, inputs=call.inputs | {"loss_mask"}) if "tokens" in call.inputs else call
 
 
 # ---- the dataflow of a configuration
@@ -179,13 +174,11 @@ def _with_temperatures(flow: Dataflow, config: Config) -> Dataflow:
     """
     if config.rollout.gateway.sampling == "policy" and config.rollout.agent in AGENT.builtin:
         return flow
-    scores = [call.name for call in flow.calls if "tokens" in call.inputs and _is_lm(config, call)]
+    scores = [
+        call.name for call in flow.calls if "tokens" in call.inputs and role_settings(config, call.role).head == "lm"
+    ]
     calls = [replace(c, inputs=c.inputs | {TEMPERATURES}) if c.name in scores else c for c in flow.calls]
     return Dataflow(calls, flow.source_keys | {TEMPERATURES}) if scores else flow
-
-
-def _is_lm(config: Config, call: FunctionCall) -> bool:
-    return role_settings(config, call.role).head == "lm"
 
 
 def with_offload(flow: Dataflow, config: Config) -> Dataflow:

@@ -233,35 +233,27 @@ def _check_sum(used: Sequence[_Used], blocks: Sequence[Block], share: bool) -> N
 
 
 def _place_block(block: Block, used: Sequence[_Used], share: bool) -> list[Seat]:
-    used = _of_its_kind(block, used)
+    # if some nodes are light, these are for all but ranks and servers
+    light = block.kind not in (RANK, SERVER)
+    used = [each for each in used if each.node.light == light] or used
     if not block.gpus:
         target = used[0] if block.on_first else min(used, key=lambda each: each.load)
         return [target.sit(block, index, ()) for index in block.indexes]
     if block.kind == SERVER:
-        return _place_server(block, used, share)
+        # the fewest nodes that divide its parts, with the same number of GPUs on each
+        [index] = block.indexes
+        widest = max(each.node.gpus for each in used)
+        counts = [count for count in range(1, block.parts + 1) if block.parts % count == 0]
+        count = next((count for count in counts if block.gpus // count <= widest), counts[-1])
+        width = block.gpus // count
+        found = _find(block.name, width, count, used, share=share)
+        address = f"{found[0][0].node.name}:{block.init + index}" if count > 1 else ""
+        return [
+            target.sit(block, index, tuple(range(first, first + width)), (rank, count, address))
+            for rank, (target, first) in enumerate(found)
+        ]
     [(target, first)] = _find(block.name, len(block.indexes), 1, used, share=False)
     return [target.sit(block, index, (first + number,)) for number, index in enumerate(block.indexes)]
-
-
-def _of_its_kind(block: Block, used: Sequence[_Used]) -> Sequence[_Used]:
-    """Return the nodes that a block may have: if some are light, these are for all but ranks and servers."""
-    light = block.kind not in (RANK, SERVER)
-    return [each for each in used if each.node.light == light] or used
-
-
-def _place_server(block: Block, used: Sequence[_Used], share: bool) -> list[Seat]:
-    """Place a server on the fewest nodes that divide its parts, with the same number of GPUs on each."""
-    [index] = block.indexes
-    widest = max(each.node.gpus for each in used)
-    counts = [count for count in range(1, block.parts + 1) if block.parts % count == 0]
-    count = next((count for count in counts if block.gpus // count <= widest), counts[-1])
-    width = block.gpus // count
-    found = _find(block.name, width, count, used, share=share)
-    address = f"{found[0][0].node.name}:{block.init + index}" if count > 1 else ""
-    return [
-        target.sit(block, index, tuple(range(first, first + width)), (rank, count, address))
-        for rank, (target, first) in enumerate(found)
-    ]
 
 
 def _find(name: str, width: int, count: int, used: Sequence[_Used], *, share: bool) -> list[tuple[_Used, int]]:

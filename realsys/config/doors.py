@@ -252,8 +252,8 @@ TOOL = Door(
     "rollout.agent_args.tools",
     "tool",
     {
-        "calculator": "realsys.rollout.agents.tools:Calculator",
-        "python": "realsys.rollout.agents.tools:Python",
+        "calculator": "realsys.rollout.agents.tool_use:Calculator",
+        "python": "realsys.rollout.agents.tool_use:Python",
     },
     builds("call", "close"),
 )
@@ -266,7 +266,7 @@ ENVIRONMENT = Door(
 )
 
 #: verifiers that wait for a service: classes on the event loop of the caller, in place of a verifier process
-JUDGE = Door("data.verifier", "verifier", {"judge": "realsys.reward.judge.llm_judge:LlmJudge"}, builds("verify"))
+JUDGE = Door("data.verifier", "verifier", {"judge": "realsys.reward.llm_judge:LlmJudge"}, builds("verify"))
 
 VERIFIER = Door(
     "data.verifier",
@@ -282,23 +282,23 @@ VERIFIER = Door(
     {"code": "realsys.reward.verifiers.code:check_settings"},
 )
 
-#: reads one row of a data set; ``auto`` (realsys.data.layouts.contract) finds the layout by the keys of the first row
+#: reads one row of a data set; ``auto`` (realsys.data.layouts) finds the layout by the keys of the first row
 LAYOUT = Door(
     "data.layout",
     "layout",
     {
-        "realsys": "realsys.data.layouts.chat_rows:realsys",
-        "verl": "realsys.data.layouts.chat_rows:verl",
-        "dapo": "realsys.data.layouts.chat_rows:verl",
-        "slime": "realsys.data.layouts.chat_rows:slime",
-        "messages": "realsys.data.layouts.chat_rows:messages",
-        "gsm8k": "realsys.data.layouts.math_rows:gsm8k",
-        "math": "realsys.data.layouts.math_rows:math",
-        "deepscaler": "realsys.data.layouts.math_rows:problem_answer",
-        "humaneval": "realsys.data.layouts.code_rows:humaneval",
-        "mbpp": "realsys.data.layouts.code_rows:mbpp",
-        "code_contests": "realsys.data.layouts.code_rows:code_contests",
-        "livecodebench": "realsys.data.layouts.code_rows:livecodebench",
+        "realsys": "realsys.data.layouts:realsys",
+        "verl": "realsys.data.layouts:verl",
+        "dapo": "realsys.data.layouts:verl",
+        "slime": "realsys.data.layouts:slime",
+        "messages": "realsys.data.layouts:messages",
+        "gsm8k": "realsys.data.layouts:gsm8k",
+        "math": "realsys.data.layouts:competition_math",
+        "deepscaler": "realsys.data.layouts:problem_answer",
+        "humaneval": "realsys.data.layouts:humaneval",
+        "mbpp": "realsys.data.layouts:mbpp",
+        "code_contests": "realsys.data.layouts:code_contests",
+        "livecodebench": "realsys.data.layouts:livecodebench",
     },
     accepts("row"),
 )
@@ -322,10 +322,10 @@ CALL_HANDLER = Door(
     "dataflow",
     "call handler",
     {
-        "actor_inf": "realsys.train.worker.inference:ActorInference",
-        "ref_inf": "realsys.train.worker.inference:ReferenceInference",
-        "critic_inf": "realsys.train.worker.inference:CriticInference",
-        "reward_inf": "realsys.train.worker.inference:RewardInference",
+        "actor_inf": "realsys.train.worker.actor:ActorInference",
+        "ref_inf": "realsys.train.worker.actor:ReferenceInference",
+        "critic_inf": "realsys.train.worker.actor:CriticInference",
+        "reward_inf": "realsys.train.worker.actor:RewardInference",
         "advantages": "realsys.train.worker.advantages:Advantages",
         "actor_train": "realsys.train.worker.actor:ActorTrain",
         "critic_train": "realsys.train.worker.critic:CriticTrain",

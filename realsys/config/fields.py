@@ -126,9 +126,9 @@ def with_present_names(tree: object) -> object:
             continue
         value = place.pop(name)
         if field == _JUDGE:
-            for user in (_place(tree, "data.verifier")[0], *_entries(tree, "evaluation.sets")):
-                if user.get("verifier") == "judge":
-                    user["verifier_args"] = value
+            users = (_place(tree, "data.verifier")[0], *_entries(tree, "evaluation.sets"))
+            for user in (user for user in users if user.get("verifier") == "judge"):
+                user["verifier_args"] = value
         elif field in RENAMED:
             place, name = _place(tree, RENAMED[field], make=True)
             present = place.setdefault(name, value)

@@ -155,7 +155,7 @@ class TrialPaths:
 
     @property
     def events(self) -> Path:
-        """Starts, restarts and notes of the launcher, one JSON record per line (realsys.observe.events)."""
+        """Starts, restarts and notes of the launcher, one JSON record per line (realsys.observe.step_log)."""
         return self.root / "events.jsonl"
 
     @property

@@ -45,12 +45,11 @@ def _section(section: type[BaseModel], prefix: str, title: str, default: object 
     rows: list[str] = []
     for name, info in section.model_fields.items():
         value = getattr(default, name, info.default)
-        if inner := _inner(info.annotation):
+        if (inner := _inner(info.annotation)) and (inner[0] or not is_arguments(info)):
             suffix, kind = inner
-            if suffix or not is_arguments(info):
-                nested.append((name + suffix, kind, None if suffix else value))
-                if not suffix:
-                    continue
+            nested.append((name + suffix, kind, None if suffix else value))
+            if not suffix:
+                continue
         text = (info.description or "").replace("|", "\\|")
         rows.append(f"| `{prefix}{name}` | {_kind(info)} | {_shown(value)} | {text} |")
     if title:

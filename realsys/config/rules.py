@@ -75,9 +75,13 @@ def check(config: Config, machine: Machine) -> Allocation:
     _check_lengths(config)
     check_training(config, allocation, flow)
     _check_data(config)
-    _check_doors(config)
+    check_verifiers(config)
+    ENVIRONMENT.check(config.rollout.environment, config.rollout.environment_args)
     _check_cluster(config, allocation)
-    _check_transport(config)
+    transport = TRANSPORT.make(config.weights.transport, config, config.weights.transport_args)
+    if own_check := getattr(transport, "check", None):
+        with TRANSPORT.guard(config.weights.transport, "check raised"):
+            own_check()
     if not config.model.path:
         _check_tiny(config, allocation, flow)
     check_models(config, allocation, flow)
@@ -157,11 +161,7 @@ def _check_cluster(config: Config, allocation: Allocation) -> None:
         check_etcd(cluster.name_store)
     elif cluster.name_store.start:
         raise ConfigError("cluster.name_store.start", True, "only etcd is a process: cluster.name_store.backend=etcd")
-    _check_fileroot(config)
-
-
-def _check_fileroot(config: Config) -> None:
-    """Make a folder where the trial would make its own, and remove it: no other check finds every read-only disk."""
+    # make a folder where the trial would make its own, and remove it: no other check finds every read-only disk
     root = Path(config.fileroot).resolve()
     existing = next(p for p in (root, *root.parents) if p.exists())
     try:
@@ -206,13 +206,6 @@ def _check_pem_files(store: NameStoreConfig) -> None:
             missing = next((each for each in (path, store.key) if not Path(each).is_file()), "")
             cause = f"{missing} is not a file" if missing else f"not PEM, or not a pair with key: {exc}"
             raise ConfigError(f"{_NAME_STORE}.{name}", path, f"cannot be read: {cause}") from None
-
-
-def _check_transport(config: Config) -> None:
-    transport = TRANSPORT.make(config.weights.transport, config, config.weights.transport_args)
-    if check := getattr(transport, "check", None):
-        with TRANSPORT.guard(config.weights.transport, "check raised"):
-            check()
 
 
 # ---- agents and lengths
@@ -341,11 +334,6 @@ def _check_sets(config: Config) -> None:
             LAYOUT.check(made.source.layout, made.source.layout_args)
         elif made.source.layout_args:
             raise ConfigError(f"{field}.layout", AUTO_LAYOUT, "name the layout that takes layout_args")
-
-
-def _check_doors(config: Config) -> None:
-    check_verifiers(config)
-    ENVIRONMENT.check(config.rollout.environment, config.rollout.environment_args)
 
 
 def check_verifiers(config: Config) -> None:
@@ -512,16 +500,13 @@ def _tokens(raw: bytes, path: Path) -> dict[int, str]:
     try:
         vocab = content["model"]["vocab"]
         tokens = (
-            {int(number): token for token, number in vocab.items()} if isinstance(vocab, dict) else _numbered(vocab)
+            {int(number): token for token, number in vocab.items()}
+            if isinstance(vocab, dict)
+            else {number: entry[0] for number, entry in enumerate(vocab)}
         )
         return tokens | {int(added["id"]): added["content"] for added in content.get("added_tokens") or ()}
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise ModelError(f"{path}: vocabulary cannot be read: {type(error).__name__}: {error}") from None
-
-
-def _numbered(vocab: list[list[Any]]) -> dict[int, str]:
-    """Return id -> token of a unigram model, whose entries are [token, score] in the order of the ids."""
-    return {number: entry[0] for number, entry in enumerate(vocab)}
 
 
 def _read(path: Path) -> bytes:

@@ -15,7 +15,16 @@ from realsys.errors import ConfigError
 def check_training(config: Config, allocation: Allocation, flow: Dataflow) -> None:
     """Raise ConfigError for the first rule that is broken."""
     _check_batch(config, allocation, flow)
-    _check_parallel(config, flow)
+    if config.train.distributed_optimizer:
+        for field, optimizer in _optimizers(config, flow):
+            _check_sharded(field, optimizer)
+    for role in flow.roles:
+        settings = role_settings(config, role)
+        if role in flow.trained_roles or role == ACTOR:
+            continue
+        if settings.offload == "optimizer":
+            problem = "must be none or all: the role is not trained and has no optimizer"
+            raise ConfigError(f"{role_field(role)}.offload", "optimizer", problem)
     _check_rewards(config)
     _check_selection(config)
     _check_loss(config)
@@ -51,19 +60,6 @@ def _optimizers(config: Config, flow: Dataflow) -> Iterator[tuple[str, Optimizer
     for role in flow.trained_roles:
         section = "train" if role == ACTOR else role_field(role)
         yield f"{section}.optimizer", role_settings(config, role).optimizer
-
-
-def _check_parallel(config: Config, flow: Dataflow) -> None:
-    if config.train.distributed_optimizer:
-        for field, optimizer in _optimizers(config, flow):
-            _check_sharded(field, optimizer)
-    for role in flow.roles:
-        settings = role_settings(config, role)
-        if role in flow.trained_roles or role == ACTOR:
-            continue
-        if settings.offload == "optimizer":
-            problem = "must be none or all: the role is not trained and has no optimizer"
-            raise ConfigError(f"{role_field(role)}.offload", "optimizer", problem)
 
 
 def _check_sharded(field: str, optimizer: OptimizerConfig) -> None:

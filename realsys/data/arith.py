@@ -39,8 +39,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 from realsys.config.schema import TinyModelConfig
 from realsys.config.schema_data import ArithConfig
-from realsys.data.dataset_files import write_atomically
 from realsys.data.lines import Demonstration, Problem
+from realsys.data.prompts import write_atomically
 from realsys.errors import MALFORMED, ConfigError, ModelError
 from realsys.model_files.architecture import (
     ALPHABET,
@@ -89,13 +89,6 @@ def demonstration(operands: list[int], noise: float, rng: random.Random) -> Demo
     return Demonstration(prompt_text(operands), f"{''.join(steps)}#{total}")
 
 
-def second_try(operands: list[int], solved: Demonstration, config: ArithConfig, rng: random.Random) -> Demonstration:
-    """Put a wrong first try and the feedback before a demonstration; only the second try is imitated."""
-    wrong = wrong_try(operands, rng)
-    feedback = config.feedback.replace("{prompt}", prompt_text(operands))
-    return Demonstration(f"{prompt_text(operands)}{wrong.response}{EOS}{feedback}", solved.response)
-
-
 def wrong_try(operands: list[int], rng: random.Random) -> Demonstration:
     """Build a demonstration with a wrong result."""
     wrong = demonstration(operands, 1.0, rng)
@@ -109,27 +102,23 @@ def chat_demonstration(operands: list[int], config: ArithConfig, rng: random.Ran
     form = rng.choices(config.forms, [form.weight for form in config.forms])[0]
     tools = [{"type": "function", "function": {"name": name}} for name in form.tools]
     text = msgspec.json.encode({"prompt": form.prompt, "response": form.response, "tools": tools}).decode()
-    for name, value in _values(operands, config, rng).items():
-        text = text.replace(f"{{{name}}}", value)  # values have no character that JSON escapes
-    try:
-        return msgspec.json.decode(text, type=Demonstration)
-    except MALFORMED as error:
-        raise ConfigError("data.arith.forms", form.response, f"has a malformed message: {error}") from None
-
-
-def _values(operands: list[int], config: ArithConfig, rng: random.Random) -> dict[str, str]:
     steps, _, total = demonstration(operands, config.demo_noise, rng).response.partition("#")
     called = list(operands)
     if rng.random() < config.demo_noise:
         called[rng.randrange(len(called))] = rng.randint(0, config.max_operand)
-    return {
+    for name, value in {
         "prompt": prompt_text(operands),
         "steps": steps,
         "sum": total,
         "expression": "+".join(map(str, called)),
         "value": str(sum(called)),
         "wrong": wrong_try(operands, rng).response,
-    }
+    }.items():
+        text = text.replace(f"{{{name}}}", value)  # values have no character that JSON escapes
+    try:
+        return msgspec.json.decode(text, type=Demonstration)
+    except MALFORMED as error:
+        raise ConfigError("data.arith.forms", form.response, f"has a malformed message: {error}") from None
 
 
 class Generator:
@@ -181,7 +170,10 @@ def _demonstrations(config: ArithConfig, seed: int) -> Iterator[bytes]:
 def _plain_demonstration(operands: list[int], config: ArithConfig, rng: random.Random) -> Demonstration:
     shown = demonstration(operands, config.demo_noise, rng)
     if config.second_tries and rng.random() < config.second_tries:
-        return second_try(operands, shown, config, rng)
+        # only the second try is imitated
+        wrong = wrong_try(operands, rng)
+        feedback = config.feedback.replace("{prompt}", prompt_text(operands))
+        return Demonstration(f"{prompt_text(operands)}{wrong.response}{EOS}{feedback}", shown.response)
     return shown
 
 

@@ -21,9 +21,17 @@ from realsys.config.schema import Config
 from realsys.config.schema_data import AUTO_LAYOUT, DataConfig
 from realsys.config.trial_sizes import longest_sequence
 from realsys.data.convert import DataSource, Split, encoded, prompt_lengths, rows_of, sources_of
-from realsys.data.dataset_files import dataset_files, dropped_lines, is_converted
-from realsys.data.layouts.contract import ProblemRow, detect
-from realsys.data.prompts import DemoDataset, PromptDataset, plain_text, prompt_key, side_of
+from realsys.data.layouts import ProblemRow, detect
+from realsys.data.prompts import (
+    DemoDataset,
+    PromptDataset,
+    dataset_files,
+    dropped_lines,
+    is_converted,
+    plain_text,
+    prompt_key,
+    side_of,
+)
 from realsys.data.tokenizer import TextTokenizer
 from realsys.errors import DataError
 

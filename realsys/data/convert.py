@@ -22,10 +22,17 @@ from realsys.config.evaluation_sets import sources_of_sets
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.config.schema_data import AUTO_LAYOUT, GENERATED, DataConfig
-from realsys.data.dataset_files import ConvertedSource, SourcesFile, is_converted, set_file, write_atomically
-from realsys.data.layouts.contract import OWN, Layout, ProblemRow, RowError, detect, layout_of
+from realsys.data.layouts import OWN, Layout, ProblemRow, RowError, detect, layout_of
 from realsys.data.lines import ORIGIN, media_problem
-from realsys.data.prompts import held_out_size, side_of
+from realsys.data.prompts import (
+    ConvertedSource,
+    SourcesFile,
+    held_out_size,
+    is_converted,
+    set_file,
+    side_of,
+    write_atomically,
+)
 from realsys.data.sources import source_files, source_rows
 from realsys.data.sources.files import SourceRow
 from realsys.data.tokenizer import TextTokenizer

@@ -12,7 +12,9 @@ and the seed alone.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Sequence
+import os
+import tempfile
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -24,14 +26,6 @@ import numpy.typing as npt
 from realsys.config.evaluation_sets import evaluation_sets, sources_of_sets
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
-from realsys.data.dataset_files import (
-    ConvertedSource,
-    DatasetFiles,
-    dataset_files,
-    is_converted,
-    read_sources,
-    set_file,
-)
 from realsys.data.lines import Demonstration, LineReader, Lines, LinesBuilder, Problem, PromptText, index_file
 from realsys.data.tokenizer import TextTokenizer
 from realsys.errors import DataError
@@ -108,7 +102,14 @@ class PromptDataset:
         splits, marked, left_out = self._splits.values(), "", None
         for name, lines in splits.items():
             for indices, problems in lines.chunks():
-                self._check_chunk(lines, indices, problems)
+                prompts, tools = [problem.prompt for problem in problems], [problem.tools for problem in problems]
+                try:
+                    encoded = self._tokenizer.encode_prompts(prompts, chat=self._chat, tools=tools)
+                except DataError:
+                    # The batch does not tell which prompt failed; one by one, the error names the line.
+                    encoded = [self._encode(lines, i, p) for i, p in zip(indices, problems, strict=True)]
+                for i, ids in zip(indices, encoded, strict=True):
+                    self._check_length(lines, i, ids)
                 characters.update(*(plain_text(problem.prompt) for problem in problems))
                 if self._chat and not marked:
                     marked = self._first_mark(lines, indices, problems)
@@ -130,16 +131,6 @@ class PromptDataset:
             if mark := self._tokenizer.template_mark(problem.prompt):
                 return f"{lines.where(i)}: {mark}"
         return ""
-
-    def _check_chunk(self, lines: Lines[Problem], indices: range, problems: list[Problem]) -> None:
-        prompts, tools = [problem.prompt for problem in problems], [problem.tools for problem in problems]
-        try:
-            encoded = self._tokenizer.encode_prompts(prompts, chat=self._chat, tools=tools)
-        except DataError:
-            # The batch does not tell which prompt failed; one by one, the error names the line.
-            encoded = [self._encode(lines, i, p) for i, p in zip(indices, problems, strict=True)]
-        for i, ids in zip(indices, encoded, strict=True):
-            self._check_length(lines, i, ids)
 
     def _encode(self, lines: Lines[Problem], index: int, problem: Problem) -> list[int]:
         try:
@@ -210,11 +201,19 @@ def open_splits(config: Config, paths: TrialPaths, *, sets: bool = True) -> Spli
     elif files.eval is not None:
         splits = _keep_out(files.train, files.eval, reader, keys)
     else:
-        splits = _hold_out(files.train, reader, config.data.eval_fraction, keys)
+        builders = {"train": LinesBuilder(files.train, reader), "eval": LinesBuilder(files.train, reader)}
+        leaked = 0
+        for offset, number, problem in reader.scan(files.train):
+            side = side_of(problem.prompt, config.data.eval_fraction)
+            if side == "train" and keys and prompt_key(problem.prompt) in keys:
+                leaked += 1
+            else:
+                builders[side].add(offset, number)
+        splits = Splits(builders["train"].build(), builders["eval"].build(), leaked)
     splits = replace(splits, sets=of_sets)
     _check_sizes(splits, files, config)
     if files.train is not None and is_converted(paths):
-        splits = replace(splits, train=_mixed(splits.train, read_sources(paths), config.seed))
+        splits = replace(splits, train=_mixed(splits.train, _sources_file(paths).train, config.seed))
     return splits
 
 
@@ -232,18 +231,6 @@ def _keep_out(train: Path, held_out: Path, reader: LineReader[Problem], of_sets:
             kept.add(offset, number)
     lines = kept.build()
     return Splits(lines, problems.build(), rows - len(lines))
-
-
-def _hold_out(path: Path, reader: LineReader[Problem], fraction: float, of_sets: Collection[int]) -> Splits:
-    builders = {"train": LinesBuilder(path, reader), "eval": LinesBuilder(path, reader)}
-    leaked = 0
-    for offset, number, problem in reader.scan(path):
-        side = side_of(problem.prompt, fraction)
-        if side == "train" and of_sets and prompt_key(problem.prompt) in of_sets:
-            leaked += 1
-        else:
-            builders[side].add(offset, number)
-    return Splits(builders["train"].build(), builders["eval"].build(), leaked)
 
 
 def _mixed(train: Lines[Problem], sources: Sequence[ConvertedSource], seed: int) -> Lines[Problem]:
@@ -382,3 +369,98 @@ class DemoDataset:
         if length > limit:
             problem = f"the {name} has {length} tokens, but {field} is {limit}: increase it or remove the line"
             raise DataError(f"{self._lines.where(index)}: {problem}")
+
+
+# ---- dataset files -----------------------------------------------------------------------------------------------
+#
+# Dataset files that a trial reads: their paths, the writing of its own ones, and the record of how these were made.
+
+
+@dataclass(frozen=True, slots=True)
+class DatasetFiles:
+    """Dataset files. One of ``train`` and ``eval`` is given.
+
+    train  None: an evaluation reads held-out problems alone
+    eval   None: a fraction of ``train`` is held out
+    demos  None: no demonstrations
+    """
+
+    train: Path | None
+    eval: Path | None
+    demos: Path | None
+
+
+def dataset_files(config: Config, paths: TrialPaths) -> DatasetFiles:
+    """Return the files of this trial: the user's, or those that the launcher made in the trial folder.
+
+    Made are the arith task, and copies of sources that cannot be read in their place.
+    """
+    data = config.data
+    own = {name: paths.data / f"{name}.jsonl" for name in ("train", "eval", "demos")}
+    if data.kind == "arith":
+        return DatasetFiles(**own)
+    train, held_out, demos = (Path(name) if name else None for name in (data.train, data.eval, data.demos))
+    if is_converted(paths):
+        return DatasetFiles(own["train"] if train or data.mixture else None, own["eval"] if held_out else None, demos)
+    return DatasetFiles(train, held_out, demos)
+
+
+def set_file(paths: TrialPaths, name: str) -> Path:
+    """Return the trial's own copy of an evaluation set's data."""
+    return paths.data / "evaluation" / f"{name}.jsonl"
+
+
+def is_converted(paths: TrialPaths) -> bool:
+    """Return True if the trial has its own copy of the data."""
+    return paths.data_sources.is_file()
+
+
+def write_atomically(path: Path, chunks: Iterable[bytes]) -> None:
+    """Write a file that appears with all of its content or not at all, also after a crash."""
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.writelines(chunks)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(name, 0o644)  # mkstemp makes the file private, but workers of other users may read it
+        os.replace(name, path)
+    finally:
+        Path(name).unlink(missing_ok=True)  # it is there only if a line above failed
+
+
+# ---- sources.json says how the trial's own data was made; its presence means that the copy is complete
+
+
+class ConvertedSource(msgspec.Struct, frozen=True):
+    """Entry of sources.json: ``rows`` of train.jsonl are from this source, ``dropped`` were too long."""
+
+    name: str
+    weight: float
+    rows: int
+    dropped: int
+
+
+class SourcesFile(msgspec.Struct, frozen=True):
+    """Content of sources.json, in the order of the lines."""
+
+    train: list[ConvertedSource]
+    eval: list[ConvertedSource]
+
+
+def dropped_lines(paths: TrialPaths) -> list[str]:
+    """Return a line for each source whose long prompts were left out. Raises DataError."""
+    sources = _sources_file(paths)
+    return [
+        f"left out {source.dropped} of {source.rows + source.dropped} rows of {source.name}: "
+        "they have more than data.max_prompt_tokens"
+        for source in (*sources.train, *sources.eval)
+        if source.dropped
+    ]
+
+
+def _sources_file(paths: TrialPaths) -> SourcesFile:
+    try:
+        return msgspec.json.decode(paths.data_sources.read_bytes(), type=SourcesFile)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise DataError(f"{paths.data_sources}: cannot be read: {error}") from None

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from realsys.generation.backend import Materialised
-from realsys.weights.contract import StagedWeights, WeightReader
+from realsys.weights.contract import WeightReader
 from realsys.weights.disk.manifest import auxiliary_files
 from realsys.weights.host_places import choose
 
@@ -41,25 +41,22 @@ class FolderWriter:
         if folder is None or self.shared is not None:
             folder = self.shared or target
             choose([folder.parent], sum(tensor.nbytes for tensor in staged.tensors.values()), version)
-            self._write(staged, folder)
+            from safetensors.torch import save_file
+
+            from realsys.weights.disk.dtypes import dtype_name
+
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(parents=True)
+            try:
+                save_file(staged.tensors, folder / "model.safetensors")
+                sizes = Counter[str]()
+                for name, tensor in staged.tensors.items():
+                    sizes[dtype_name(name, tensor)] += tensor.nbytes
+                for name, content in auxiliary_files(self.model_dir, sizes.most_common(1)[0][0]).items():
+                    (folder / name).write_bytes(content)
+            except BaseException:  # half a version must not stay on a disk that is full
+                shutil.rmtree(folder, ignore_errors=True)
+                raise
             release()
             release = functools.partial(shutil.rmtree, folder, ignore_errors=True)
         return Materialised(folder, {**staged.timings, "write_s": time.perf_counter() - begin}, release)
-
-    def _write(self, staged: StagedWeights, folder: Path) -> None:
-        from safetensors.torch import save_file
-
-        from realsys.weights.disk.dtypes import dtype_name
-
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
-        try:
-            save_file(staged.tensors, folder / "model.safetensors")
-            sizes = Counter[str]()
-            for name, tensor in staged.tensors.items():
-                sizes[dtype_name(name, tensor)] += tensor.nbytes
-            for name, content in auxiliary_files(self.model_dir, sizes.most_common(1)[0][0]).items():
-                (folder / name).write_bytes(content)
-        except BaseException:  # half a version must not stay on a disk that is full
-            shutil.rmtree(folder, ignore_errors=True)
-            raise

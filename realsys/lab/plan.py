@@ -34,8 +34,7 @@ from realsys.lab.planner.predictions import (
     what_ifs,
 )
 from realsys.lab.planner.recorded_run import Recording, read_recording
-from realsys.launch.commands.finding import find_trial
-from realsys.launch.commands.options import add_config_dir, add_json, amount, count
+from realsys.launch.commands.options import add_config_dir, add_json, amount, count, find_trial
 from realsys.launch.fit import fit as fit_config
 from realsys.launch.prepare import resolve
 from realsys.observe.screen.terminal import Terminal, WorkLine

@@ -28,17 +28,16 @@ from realsys.config.schema import Config
 from realsys.data.prompts import Prompt, PromptDataset
 from realsys.data.tokenizer import TextTokenizer
 from realsys.errors import AgentError, ConfigError, DataError, RecordError, RewardError
-from realsys.launch.commands.finding import find_trial
-from realsys.launch.commands.options import add_trial
+from realsys.launch.commands.options import add_trial, find_trial
 from realsys.launch.commands.replay import last_recorded
 from realsys.launch.commands.samples import printable
-from realsys.observe.evaluation_statistics import Tally, pooled
+from realsys.observe.evaluation_records import Tally, pooled
 from realsys.observe.screen.terminal import WorkLine
-from realsys.reward.judge.rubric import read_rubric
 from realsys.reward.open_verifiers import own_verifiers
+from realsys.reward.rubric import read_rubric
 from realsys.rollout import environments
-from realsys.rollout.agent_errors import explain
 from realsys.rollout.environments import Environment, Judgement, Response, Task
+from realsys.rollout.group_player import explain
 from realsys.train import record_files as files
 from realsys.train.record_files import Arrays
 from realsys.train.worker.data_manager import Array

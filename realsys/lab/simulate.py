@@ -19,9 +19,8 @@ from rich.table import Table
 
 from realsys.algorithm.token_losses import ks_distance
 from realsys.lab.simulation.clock import spread
-from realsys.lab.simulation.invariants import Broken
 from realsys.lab.simulation.scenarios import plan
-from realsys.lab.simulation.simulation import Simulation
+from realsys.lab.simulation.simulation import Broken, Simulation
 from realsys.launch.commands.options import add_json, hours
 from realsys.observe.screen.terminal import WorkLine, print_trimmed
 
@@ -80,12 +79,6 @@ def print_results(console: Console, found: Mapping[str, Any]) -> None:
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column(style="bold")
     table.add_column()
-    for name, text in _lines(found):
-        table.add_row(name, text)
-    print_trimmed(console, table)
-
-
-def _lines(found: Mapping[str, Any]) -> list[tuple[str, str]]:
     grants, waits = found["grants"], found["waits_s"]
     lines = [
         ("trial", f"{found['servers']} servers, {found['workers']} workers, B={found['batch_groups']}, "
@@ -112,7 +105,9 @@ def _lines(found: Mapping[str, Any]) -> list[tuple[str, str]]:
         lines.append((f"{what} wait", f"{numbers} s"))
     if found["faults"]:
         lines.append(("faults", ", ".join(f"{kind} {count}" for kind, count in sorted(found["faults"].items()))))
-    return lines
+    for name, text in lines:
+        table.add_row(name, text)
+    print_trimmed(console, table)
 
 
 def _shares(wasted: Mapping[str, float]) -> str:
@@ -137,7 +132,7 @@ def results(simulation: Simulation, wall_s: float) -> dict[str, Any]:
     sampled = max(1, account.sampled - account.evaluated)
     open_tokens = sum(group.tokens for group in simulation.open)
     issues = [1 + drops for drops in account.stale_issues.values()]
-    grants = [account.grants[name] for name in _workers(config.rollout.workers)]
+    grants = [account.grants[name] for name in [f"rollout_worker/{index}" for index in range(config.rollout.workers)]]
     return {
         "command": plan.command(),
         "scenario": plan.scenario,
@@ -174,10 +169,6 @@ def results(simulation: Simulation, wall_s: float) -> dict[str, Any]:
         "faults": dict(account.faults),
         "curve": account.steps[:: max(1, len(account.steps) // 500)],
     }
-
-
-def _workers(count: int) -> list[str]:
-    return [f"rollout_worker/{index}" for index in range(count)]
 
 
 def _steps_per_h(steps: list[dict[str, float]]) -> float:

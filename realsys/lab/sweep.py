@@ -33,8 +33,7 @@ from realsys.launch.commands.compare import compare_trials
 from realsys.launch.commands.run import add_arguments as add_arguments
 from realsys.launch.commands.run import run_options
 from realsys.launch.launchers.contract import check_start
-from realsys.launch.preflight import check_disk
-from realsys.launch.prepare import check_folder, examine
+from realsys.launch.prepare import check_disk, check_folder, examine
 from realsys.launch.run import Planned, RunOptions, host_of_launcher, plan_run
 from realsys.launch.start import decide_start, is_complete, read_trial
 from realsys.launch.supervise.stop_request import stop_signals
@@ -116,19 +115,15 @@ def _check(trial: SweepTrial, planned: Planned) -> Checked:
         complete = earlier.prompts is not None and is_complete(config, earlier, earlier.prompts)
         elsewhere = config.cluster.nodes > 0
         start = decide_start(config, earlier) if complete else examine(config, paths, other_disk=elsewhere).start
-        _check_swept(trial, start)
+        # the number in a name may mean other values
+        for change in start.changed:
+            if any(f"{change.field}.".startswith(f"{key}.") for key in trial.settings):
+                problem = f"trial {trial.name!r} was begun with {change.old!r}: choose another name with --trial"
+                raise ConfigError(change.field, change.new, problem)
     if complete:
         return Checked(trial, config, paths, "; ".join(["complete already", *_differences(start)]), complete=True)
     state = "new" if earlier.config is None else f"continues at step {start.step}"
     return Checked(trial, config, paths, state, complete=False)
-
-
-def _check_swept(trial: SweepTrial, start: TrialStart) -> None:
-    """Check that a trial of this name has the same values: the number in a name may mean others. Raises ConfigError."""
-    for change in start.changed:
-        if any(f"{change.field}.".startswith(f"{key}.") for key in trial.settings):
-            problem = f"trial {trial.name!r} was begun with {change.old!r}: choose another name with --trial"
-            raise ConfigError(change.field, change.new, problem)
 
 
 def _differences(start: TrialStart) -> Iterator[str]:

@@ -195,7 +195,10 @@ class Auditor:
             case e.Reissued():
                 self._lost(event.ticket_id, event.attempt, label(event.cause), line)
             case e.Dropped():
-                self._dropped(event, line)
+                seen = self._current(event.ticket_id, None, f"dropped ({event.reason})", line)
+                if seen is not None:
+                    seen.reason = label(event.reason)
+                    self._move(seen, "dropped")
             case e.RolledBack():
                 self._rolled_back(event, line)
             case e.Opened():
@@ -209,7 +212,11 @@ class Auditor:
                 self._snapshot(event)
             case _:
                 return  # evaluations are outside the quota
-        self._replay(event, line)
+        if not self.problems["replay"]:
+            try:
+                self.ledger.apply(event)  # type: ignore[arg-type]  # observe() has returned for events of evaluations
+            except LedgerError as error:
+                self._note("replay", line, str(error))
 
     def compare_steps(self, logged: Mapping[int, Sequence[str]], recovered: Collection[int] = ()) -> None:
         """Compare with the step log. ``logged``: step -> its tickets, unless a recovery undid it; ``recovered``: steps
@@ -287,13 +294,6 @@ class Auditor:
             self._note("attempts", line, f"ticket {ticket_id}: attempt {attempt} {what}, but {seen.attempt} is current")
         return seen
 
-    def _replay(self, event: e.Event, line: int) -> None:
-        if not self.problems["replay"]:
-            try:
-                self.ledger.apply(event)  # type: ignore[arg-type]  # observe() has returned for events of evaluations
-            except LedgerError as error:
-                self._note("replay", line, str(error))
-
     def _granted(self, event: e.Granted, line: int) -> None:
         seen = self.tickets.get(event.ticket_id)
         self.attempts += 1
@@ -310,7 +310,13 @@ class Auditor:
                 self._note("prompts", line, f"ticket {event.ticket_id} {what}")
             seen.attempt, seen.oldest = event.attempt, -1
             self._move(seen, "running")
-        self._granted_at(event, line)
+        # a version may be published before its /trained call, but not its successor
+        if event.version < self.granted_at:
+            self._note("versions", line, f"ticket {event.ticket_id} granted at {event.version} after {self.granted_at}")
+        elif event.version > self.newest + 1:
+            what = f"at version {event.version}, and {self.newest} is the newest that was trained"
+            self._note("versions", line, f"ticket {event.ticket_id} granted {what}")
+        self.granted_at = event.version
         if self.opened is None:
             self._note("admission", line, f"ticket {event.ticket_id} granted before any record says what the bound is")
         else:
@@ -319,15 +325,6 @@ class Auditor:
             if not bound.admits(counted, event.version):
                 limit = f"{bound.capacity(event.version)} at version {event.version}"
                 self._note("admission", line, f"ticket {event.ticket_id} granted as number {counted}, beyond {limit}")
-
-    def _granted_at(self, event: e.Granted, line: int) -> None:
-        """Check the version of a grant: it may be published before its /trained call, but not its successor."""
-        if event.version < self.granted_at:
-            self._note("versions", line, f"ticket {event.ticket_id} granted at {event.version} after {self.granted_at}")
-        elif event.version > self.newest + 1:
-            what = f"at version {event.version}, and {self.newest} is the newest that was trained"
-            self._note("versions", line, f"ticket {event.ticket_id} granted {what}")
-        self.granted_at = event.version
 
     def _new(self, event: e.Granted, line: int) -> None:
         if event.ticket_id != ticket_name(len(self.tickets)):
@@ -355,12 +352,6 @@ class Auditor:
             self._move(seen, "waiting")
         else:
             seen.reason = f"{event.outcome} {label(event.reason)}" if event.reason else event.outcome
-            self._move(seen, "dropped")
-
-    def _dropped(self, event: e.Dropped, line: int) -> None:
-        seen = self._current(event.ticket_id, None, f"dropped ({event.reason})", line)
-        if seen is not None:
-            seen.reason = label(event.reason)
             self._move(seen, "dropped")
 
     def _lost(self, ticket_id: str, attempt: int, cause: str, line: int) -> None:

@@ -36,7 +36,6 @@ from realsys.manager.ledger.prompt_order import Curriculum, PromptOrder, samplin
 from realsys.manager.ledger.staleness import StalenessBound, StepStaleness
 from realsys.manager.ledger.tickets import OpenTicket, Repeats
 from realsys.manager.messages import BadCall, NoServer, NotRunning, OlderTrainer, RefusalReason
-from realsys.manager.routing.fan_out import FanOut
 from realsys.manager.routing.health import BlameRules
 from realsys.manager.routing.pinned_servers import HOLD_S, HoldRules, Holds
 from realsys.manager.routing.placement import Demand, Exactly, Reservations, Router, make_strategy
@@ -50,7 +49,7 @@ from realsys.manager.routing.rollout_workers import (
     observe,
     renewed,
 )
-from realsys.manager.routing.servers import Idle, Pace, ServerRegistry, UpdateOrder
+from realsys.manager.routing.servers import FanOut, Idle, Pace, ServerRegistry, UpdateOrder
 from realsys.types import ServerAddress, Ticket
 
 RETRY_AFTER_S = 0.5

@@ -9,13 +9,17 @@ A further operation is one row here and the function that decides it.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+import msgspec
+
 from realsys.manager import messages as m
-from realsys.manager.decisions import ManagerState
-from realsys.manager.status import status
+from realsys.manager.decisions import NO_VERSION, ManagerState
+from realsys.manager.messages import EvaluationReply
+from realsys.manager.routing.servers import STAGES
 
 SCHEDULE_WAIT_S = 2.0  # a schedule request waits this long for a server to become routable
 
@@ -155,3 +159,203 @@ _OF_TRAINER = (ROLL_BACK, CLAIM, TRAINED, EVALUATE)
 _OF_USERS = (CANCEL_EVALUATION,)
 _READS = (EVALUATION, DATA_POSITION, VERSION, HEALTH, STATUS)
 OPERATIONS: tuple[Operation[Any, Any], ...] = (*_OF_WORKERS, *_OF_TRAINER, *_OF_USERS, *_READS)
+
+
+# ---- GET /status: the state of the manager as plain data for JSON, the page and the metrics
+
+
+def status(state: ManagerState, now: float, started: float) -> dict[str, Any]:
+    """Return the body of GET /status. Times in seconds, rates per second."""
+    published = state.servers.published
+    return {
+        "time": now,
+        "uptime_s": now - started,
+        "phase": state.master.get("phase"),
+        "step": state.master.get("step", published.step if published else 0),
+        "total_steps": state.settings.total_steps,
+        "version": state.version,
+        "max_staleness": state.bound.eta,
+        "master": state.master,
+        "admission": admission(state),
+        "servers": servers(state, now),
+        "rollout": weight_updates(state),
+        "workers": workers(state, now),
+        "blame": {"suspects": state.servers.reports.suspects(now), "ignored": state.servers.reports.ignored},
+        "ledger": ledger(state),
+        "prompts": state.ledger.rates.shares(),
+        "staleness": staleness(state),
+        "throughput": {
+            "generated_tokens_per_s": state.throughput.tokens.rate(now),
+            "generated_tokens": state.throughput.tokens.total,
+            "finished_groups_per_s": state.throughput.groups.rate(now),
+            "answers": dict(state.throughput.finish_reasons),
+            "train_tokens_per_s": state.master.get("train_tokens_per_s"),
+            "consumed_tokens_per_s": state.master.get("consumed_tokens_per_s"),
+        },
+        "time_split": state.master.get("seconds"),
+        "agreement": state.master.get("agreement"),
+        "kept_keys_fraction": state.master.get("kept_keys_fraction"),
+        "untrained": {key: state.master.get(key) for key in ("untrained", "too_old", "length_ks")},
+        "evaluations": evaluations(state),
+        **({"gpu": gpu} if (gpu := state.master.get("gpu")) else {}),
+    }
+
+
+def admission(state: ManagerState) -> dict[str, Any]:
+    """Return the head-room of the staleness bound, and why nothing is granted if nothing is."""
+    counted, version = state.ledger.counted, state.version
+    capacity = state.bound.capacity(version) if version > NO_VERSION else 0
+    reason = state.refusal()
+    return {
+        "batch_groups": state.bound.batch_groups,
+        "counted": counted,
+        "capacity": capacity,
+        "headroom": state.bound.headroom(counted, version),
+        "admits": reason is None,
+        "reason": reason,
+        "explanation": explain(state),
+    }
+
+
+def explain(state: ManagerState) -> str:
+    """Return one line on why no rollout is granted."""
+    match state.refusal():
+        case None:
+            return "granting"
+        case "staleness":
+            needed = state.bound.oldest_weights(state.ledger.counted + 1)
+            awaited = "the next version" if needed > state.version else f"a server that serves version {needed}"
+            return (
+                f"{state.ledger.counted} groups are granted and not given back; at version {state.version} and "
+                f"max_staleness {state.bound.eta} the bound is {state.bound.capacity(state.version)}: "
+                f"waiting for {awaited}"
+            )
+        case "exhausted":
+            open_ = state.ledger.counts.open
+            return f"every group that is needed is granted; {open_['running']} running, {open_['finished']} finished"
+        case "paused":
+            return "the master says the trial is done"
+        case "no_server":
+            return state.servers.explain()
+
+
+def servers(state: ManagerState, now: float) -> list[dict[str, Any]]:
+    """Return one row per registered server."""
+    rows = []
+    for server in state.servers.all():
+        sequences, tokens = state.reservations.load(server.name)
+        rate = state.throughput.by_server.get(server.name)
+        rows.append(
+            {
+                "name": server.name,
+                "url": server.address.url,
+                "host": server.address.host,
+                "pid": server.address.pid,
+                "incarnation": server.address.incarnation,
+                "state": server.state,
+                "version": server.verified.version if server.verified else None,
+                "target": server.target.version if server.target else None,
+                "updating_s": now - server.began if server.began is not None else None,
+                "running": sequences,
+                "reserved_tokens": tokens,
+                "tokens_per_s": rate.rate(now) if rate else 0.0,
+                "updates": server.updates,
+                "update_s": server.update_s,
+                "timings": server.timings,
+                "load": server.load or None,
+                "failures": server.failures,
+                "error": server.error,
+            }
+        )
+    return rows
+
+
+def weight_updates(state: ManagerState) -> dict[str, Any]:
+    """Return pace and progress of the weight updates, and the last ones, newest first."""
+    pace, published = state.settings.pace, state.servers.published
+    return {
+        "mode": "rolling" if pace.fraction < 1 else "all_at_once",
+        "fraction": pace.fraction,
+        "at_newest": sum(server.verified == published for server in state.servers.all()) if published else 0,
+        "servers": len(state.servers.all()),
+        "failures": state.servers.updates.failures,
+        "updates": [
+            {
+                "server": record.server,
+                "version": record.version,
+                "began": record.began,
+                "error": record.error,
+                **{stage: record.timings.get(stage) for stage in STAGES},
+            }
+            for record in reversed(state.servers.updates.recent)
+        ],
+    }
+
+
+def workers(state: ManagerState, now: float) -> list[dict[str, Any]]:
+    """Return one row per heartbeat key."""
+    running = Counter(ticket.worker for ticket in state.ledger.running())
+    memory = state.memory()
+    return [
+        {
+            "name": name,
+            "kind": beat.kind,
+            "index": beat.index,
+            "host": beat.host,
+            "pid": beat.pid,
+            "incarnation": beat.incarnation,
+            "state": beat.state,
+            "up_s": now - beat.since,
+            "unchanged_s": now - beat.changed,
+            "running": running.get(name, 0),
+            "memory_bytes": memory.get(name),
+            "refused": {what: count for what, count in beat.counters.items() if count},
+        }
+        for name, beat in sorted(state.workers.items())
+    ]
+
+
+def ledger(state: ManagerState) -> dict[str, Any]:
+    """Return tickets by state, drops by reason, reissues by cause."""
+    counts = state.ledger.counts
+    return {
+        "inherited": counts.inherited,
+        "granted": counts.granted,
+        "attempts": counts.attempts,
+        **counts.by_state(),
+        "dropped_by_reason": {reason: n for reason, n in counts.dropped_by_reason.items() if n},
+        "last_failure": state.throughput.last_failure,
+        "reissued_by_cause": dict(counts.reissued_by_cause),
+        "epoch": state.ledger.epoch,
+        "starts": counts.starts,
+        "trainer_incarnation": state.trainer_incarnation,
+    }
+
+
+def staleness(state: ManagerState) -> dict[str, Any]:
+    """Return the staleness of trained sequences, summed over the last steps and step by step."""
+    total: Counter[str] = Counter()
+    for step in state.staleness:
+        total.update(step.histogram)
+    return {
+        "histogram": dict(sorted(total.items(), key=lambda item: (len(item[0]), item[0]))),
+        "steps": [{"step": s.step, "version": s.version, "histogram": s.histogram} for s in state.staleness],
+    }
+
+
+def evaluations(state: ManagerState) -> dict[str, Any]:
+    """Return progress and result of each evaluation."""
+    running = Counter(problem.evaluation.started.eval_id for problem in state.evaluations.running.values())
+    return {
+        eval_id: {
+            "split": evaluation.started.split,
+            "running": running[eval_id],
+            **_without_details(evaluation.reply()),
+        }
+        for eval_id, evaluation in state.evaluations.by_id.items()
+    }
+
+
+def _without_details(reply: EvaluationReply) -> dict[str, Any]:
+    """Return the fields of a reply that do not grow with the number of problems."""
+    return {key: value for key, value in msgspec.structs.asdict(reply).items() if key not in ("tallies", "accepted")}

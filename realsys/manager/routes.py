@@ -27,9 +27,8 @@ from realsys.errors import MALFORMED, RealsysError
 from realsys.manager.commit_loop import ManagerService
 from realsys.manager.decisions import ManagerState
 from realsys.manager.messages import BadCall, OlderTrainer, Refusal, RefusalReason
-from realsys.manager.operations import OPERATIONS, Operation
-from realsys.manager.status import admission, servers
-from realsys.observe.points import curve_metrics
+from realsys.manager.operations import OPERATIONS, Operation, admission, servers
+from realsys.observe.step_fields import curve_metrics
 from realsys.observe.step_log import StepRecord
 
 log = logging.getLogger(__name__)

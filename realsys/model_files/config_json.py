@@ -75,6 +75,15 @@ def read_model(directory: Path, head: Head = "lm") -> HfModel:
     rope = _read_rope(keys)
     positions = _stretched(stated, rope)
     _refuse_sliding_window(keys, name, positions)
+    null = "head_dim" in keys and keys.get("head_dim") is None
+    if "head_dim" not in keys or (null and family.null_head_dim):
+        head_dim = family.head_dim or (hidden // heads)
+    else:
+        head_dim = keys.size("head_dim")
+    if head_dim < 2 or head_dim % 2:  # the rotary embedding rotates pairs of dimensions
+        if null or "head_dim" not in keys:
+            raise keys.refuse("hidden_size", f"gives heads of {head_dim} dimensions: head_dim must be even")
+        raise keys.refuse("head_dim", "must be even")
     return HfModel(
         family=name,
         vocab=keys.size("vocab_size"),
@@ -83,7 +92,7 @@ def read_model(directory: Path, head: Head = "lm") -> HfModel:
         layers=keys.size("num_hidden_layers", most=_MOST_LAYERS),
         heads=heads,
         kv_heads=_read_kv_heads(keys, family, heads),
-        head_dim=_read_head_dim(keys, family, hidden // heads),
+        head_dim=head_dim,
         positions=positions,
         norm_eps=keys.number("rms_norm_eps", 1e-6, most=0.1),
         rope=rope,
@@ -241,19 +250,6 @@ def _read_kv_heads(keys: _Keys, family: _Family, heads: int) -> int:
         origin = "" if stated else f", the default of {family.classes}"
         raise keys.refuse("num_attention_heads", f"must be a multiple of num_key_value_heads={kv_heads}{origin}")
     return kv_heads
-
-
-def _read_head_dim(keys: _Keys, family: _Family, derived: int) -> int:
-    null = "head_dim" in keys and keys.get("head_dim") is None
-    if "head_dim" not in keys or (null and family.null_head_dim):
-        head_dim = family.head_dim or derived
-    else:
-        head_dim = keys.size("head_dim")
-    if head_dim < 2 or head_dim % 2:  # the rotary embedding rotates pairs of dimensions
-        if null or "head_dim" not in keys:
-            raise keys.refuse("hidden_size", f"gives heads of {head_dim} dimensions: head_dim must be even")
-        raise keys.refuse("head_dim", "must be even")
-    return head_dim
 
 
 def _read_rope(keys: _Keys) -> Rope:

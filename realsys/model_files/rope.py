@@ -21,23 +21,19 @@ def inverse_frequencies(rope: Rope, head_dim: int) -> Tensor:
     if rope.kind == "linear":
         return inverse / rope.factor
     if rope.kind == "llama3":
-        return _stretch_low_frequencies(rope, inverse)
+        # the low frequencies by the factor, the high ones as they are, those between blended (Llama 3.1)
+        wavelength = 2 * math.pi / inverse
+        longest = rope.original_positions / rope.low_freq_factor
+        shortest = rope.original_positions / rope.high_freq_factor
+        blend = (rope.original_positions / wavelength - rope.low_freq_factor) / (
+            rope.high_freq_factor - rope.low_freq_factor
+        )
+        blended = (1 - blend) * inverse / rope.factor + blend * inverse
+        stretched = torch.where(wavelength > longest, inverse / rope.factor, inverse)
+        return torch.where((wavelength <= longest) & (wavelength >= shortest), blended, stretched)
     if rope.kind == "yarn":
         return _ramp(rope, head_dim, inverse, 1.0 / (rope.factor * rope.theta**exponents))
     return inverse
-
-
-def _stretch_low_frequencies(rope: Rope, inverse: Tensor) -> Tensor:
-    """Divide the low frequencies by the factor, keep the high ones, and blend those between (Llama 3.1)."""
-    wavelength = 2 * math.pi / inverse
-    longest = rope.original_positions / rope.low_freq_factor
-    shortest = rope.original_positions / rope.high_freq_factor
-    blend = (rope.original_positions / wavelength - rope.low_freq_factor) / (
-        rope.high_freq_factor - rope.low_freq_factor
-    )
-    blended = (1 - blend) * inverse / rope.factor + blend * inverse
-    stretched = torch.where(wavelength > longest, inverse / rope.factor, inverse)
-    return torch.where((wavelength <= longest) & (wavelength >= shortest), blended, stretched)
 
 
 def _ramp(rope: Rope, head_dim: int, kept: Tensor, divided: Tensor) -> Tensor:

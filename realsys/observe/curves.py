@@ -23,10 +23,9 @@ from realsys.config.paths import TrialPaths, read_config
 from realsys.config.schema import Config
 from realsys.errors import RealsysError
 from realsys.observe.evaluation_records import is_held_out
-from realsys.observe.events import read_events, restarts_in_steps
 from realsys.observe.percent import percent
 from realsys.observe.screen.progress import OTHER, TIME_PARTS, Record, number
-from realsys.observe.step_log import RECOVERED, StepTail, surviving_steps
+from realsys.observe.step_log import RECOVERED, StepTail, read_events, restarts_in_steps, surviving_steps
 from realsys.observe.totals import Totals, curve_points
 
 if TYPE_CHECKING:
@@ -90,7 +89,18 @@ def draw_curves(config: Config, paths: TrialPaths) -> None:
         axis.set_title(panel.title, loc="left", fontsize=11)
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))
         axis.tick_params(labelbottom=True)
-        _mark(axis, run)
+        # restarts as lines, evaluations as ticks at the bottom; grid, frame and legend
+        for place in run.restarts:
+            axis.axvline(place, color=_GREY, linewidth=0.9, linestyle=(0, (2, 3)), zorder=1)
+        steps = [step for record in run.evaluations if (step := number(record, "step")) is not None]
+        if steps:
+            bottom = axis.get_xaxis_transform()
+            axis.plot(steps, [0.0] * len(steps), "^", color=_POINT, markersize=4, transform=bottom)
+        axis.grid(True, color="#e6e6e6", linewidth=0.8)
+        axis.set_axisbelow(True)
+        axis.spines[["top", "right"]].set_visible(False)
+        if axis.get_legend_handles_labels()[1]:
+            axis.legend(frameon=True, framealpha=0.75, edgecolor="none", fontsize=8, ncols=2)
     for axis in list(axes.flat)[len(panels) :]:
         axis.set_visible(False)
     figure.suptitle(
@@ -246,7 +256,12 @@ def _line(axis: Axes, run: _Run, name: str, *, label: str | None = None, color: 
     usual = _where([not each for each in biased], values)
     if biased.count(False) >= _SMOOTHED:
         axis.plot(steps, usual, color=color, linestyle=style, linewidth=0.7, alpha=0.4)
-        usual = _running_mean(usual, max(3, biased.count(False) // _WINDOW))
+        # a running mean, NaN where the value is NaN
+        half = max(3, biased.count(False) // _WINDOW) // 2
+        parts = ([v for v in usual[max(0, i - half) : i + half + 1] if not math.isnan(v)] for i in range(len(usual)))
+        usual = [
+            math.nan if math.isnan(value) else sum(part) / len(part) for value, part in zip(usual, parts, strict=True)
+        ]
     if not all(biased):
         axis.plot(steps, usual, color=color, linestyle=style, linewidth=1.8, label=label)
         alone = [not each and _near(biased, i).count(False) == 1 for i, each in enumerate(biased)]
@@ -269,28 +284,6 @@ def _where(kept: Sequence[bool], values: Sequence[float]) -> list[float]:
 def _near(flags: Sequence[bool], place: int) -> Sequence[bool]:
     """Return a flag with its neighbours."""
     return flags[max(0, place - 1) : place + 2]
-
-
-def _running_mean(values: Sequence[float], width: int) -> list[float]:
-    """Return the mean of up to ``width`` values around each; NaN for NaN."""
-    half = width // 2
-    parts = ([v for v in values[max(0, i - half) : i + half + 1] if not math.isnan(v)] for i in range(len(values)))
-    return [math.nan if math.isnan(value) else sum(part) / len(part) for value, part in zip(values, parts, strict=True)]
-
-
-def _mark(axis: Axes, run: _Run) -> None:
-    """Mark restarts as lines and evaluations as ticks at the bottom; set grid, frame and legend."""
-    for place in run.restarts:
-        axis.axvline(place, color=_GREY, linewidth=0.9, linestyle=(0, (2, 3)), zorder=1)
-    steps = [step for record in run.evaluations if (step := number(record, "step")) is not None]
-    if steps:
-        bottom = axis.get_xaxis_transform()
-        axis.plot(steps, [0.0] * len(steps), "^", color=_POINT, markersize=4, transform=bottom)
-    axis.grid(True, color="#e6e6e6", linewidth=0.8)
-    axis.set_axisbelow(True)
-    axis.spines[["top", "right"]].set_visible(False)
-    if axis.get_legend_handles_labels()[1]:
-        axis.legend(frameon=True, framealpha=0.75, edgecolor="none", fontsize=8, ncols=2)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -328,7 +321,7 @@ async def draw_while_running(paths: TrialPaths, every_s: float) -> None:
     while True:
         await asyncio.sleep(pause_s)
         size = _size(paths.steps)
-        if size == drawn or not _has_trained(paths.steps):
+        if size == drawn or not any(record["kind"] == "train" for record in StepTail(paths.steps).records()):
             continue
         began = time.monotonic()
         await _draw(paths)
@@ -347,11 +340,6 @@ async def _draw(paths: TrialPaths) -> None:
     finally:
         child.kill()
         await asyncio.shield(child.end(None))
-
-
-def _has_trained(steps: Path) -> bool:
-    """Return True if the step log has a train step. Reads it up to the first one."""
-    return any(record["kind"] == "train" for record in StepTail(steps).records())
 
 
 def _size(path: Path) -> int:

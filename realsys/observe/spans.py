@@ -161,38 +161,36 @@ class Recorder:
 
     def _write(self, line: bytes) -> None:
         if self._file is None or self._written + len(line) > self._segment_bytes:
-            self._next_segment()
+            if self._file is not None:
+                self._file.close()
+            self._folder.mkdir(parents=True, exist_ok=True)
+            segments = sorted(self._folder.glob(f"*{SUFFIX}"))
+            # By size and not by number: a process that dies often leaves short segments, which must not push out
+            # long ones.
+            total = sum(map(_size, segments))
+            for old in segments:
+                if total + self._segment_bytes <= self._limit:
+                    break
+                total -= _size(old)
+                old.unlink(missing_ok=True)
+            # Numbers grow over the incarnations of a process: their order is the age.
+            number = int(segments[-1].stem) + 1 if segments else 0
+            self._file = (self._folder / f"{number:010}{SUFFIX}").open("xb", buffering=0)
+            header = Header(
+                process=self._process,
+                incarnation=self._incarnation,
+                pid=os.getpid(),
+                host=socket.gethostname(),
+                clock=_boot_id(),
+                wall_ns=time.time_ns(),
+                monotonic_ns=now(),
+            )
+            first = msgspec.json.encode(header) + b"\n"
+            self._file.write(first)
+            self._written = len(first)
         assert self._file is not None
         self._file.write(line)  # unbuffered: it is in the page cache, and survives the death of this process
         self._written += len(line)
-
-    def _next_segment(self) -> None:
-        if self._file is not None:
-            self._file.close()
-        self._folder.mkdir(parents=True, exist_ok=True)
-        segments = sorted(self._folder.glob(f"*{SUFFIX}"))
-        # By size and not by number: a process that dies often leaves short segments, which must not push out long ones.
-        total = sum(map(_size, segments))
-        for old in segments:
-            if total + self._segment_bytes <= self._limit:
-                break
-            total -= _size(old)
-            old.unlink(missing_ok=True)
-        # Numbers grow over the incarnations of a process: their order is the age.
-        number = int(segments[-1].stem) + 1 if segments else 0
-        self._file = (self._folder / f"{number:010}{SUFFIX}").open("xb", buffering=0)
-        header = Header(
-            process=self._process,
-            incarnation=self._incarnation,
-            pid=os.getpid(),
-            host=socket.gethostname(),
-            clock=_boot_id(),
-            wall_ns=time.time_ns(),
-            monotonic_ns=now(),
-        )
-        first = msgspec.json.encode(header) + b"\n"
-        self._file.write(first)
-        self._written = len(first)
 
     def _end(self) -> None:
         self._stopped.set()

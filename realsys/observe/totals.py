@@ -100,46 +100,43 @@ class Totals:
                 if began is not None and began >= self.since:
                     self.phases.append((str(record.get("phase", "?")), began))
             case "train":
-                self._add_step(record)
+                self.steps += 1
+                if len(self.first) < END_STEPS:
+                    self.first.append(record)
+                self.last.append(record)
+                if not is_length_biased(record):
+                    self.unbiased += 1
+                    if len(self.first_unbiased) < END_STEPS:
+                        self.first_unbiased.append(record)
+                    self.last_unbiased.append(record)
+                tokens = number(record, "answer_tokens") or 0.0
+                self.answer_tokens += tokens
+                if (number(record, "time") or 0.0) >= self.since:
+                    self.answer_tokens_now += tokens
+                    self.steps_now += 1
+                for part, seconds in self.seconds.items():
+                    seconds.add(number(record, "seconds", part))
+                self.tokens_per_s.add(number(record, "train_tokens_per_s"))
+                self.staleness.add(number(record, "staleness", "mean"))
+                self.most_stale = max(self.most_stale or 0.0, number(record, "staleness", "max") or 0.0)
+                staleness = record.get("staleness")
+                counts = staleness.get("histogram") if isinstance(staleness, Mapping) else None
+                for versions, count in (counts or {}).items():
+                    self.by_staleness[int(versions)] += int(count)
+                self.dropped_stale += number(record, "dropped_stale") or 0.0
+                self.dropped_filtered += number(record, "dropped_filtered") or 0.0
+                lost = [number(record, "untrained", reason) for reason in ("stale", "masked")]
+                self.too_old.add(sum(share or 0.0 for share in lost))
+                self.without_signal += number(record, "stats", "grad_norm_max") == 0.0
+                failures = record.get("verdict_failures")
+                for cause in failures if isinstance(failures, Mapping) else {}:
+                    self.verdict_failures[str(cause)] += int(number(failures, cause) or 0)
             case "eval":
                 self.evals[str(record.get("eval_id", "?"))] = without_incomplete(record)
             case kind if kind == USED_UP:
                 self.used_up = str(record.get("reason", "?"))
             case kind if kind == RECOVERED:
                 self.recoveries += 1
-
-    def _add_step(self, record: Record) -> None:
-        self.steps += 1
-        if len(self.first) < END_STEPS:
-            self.first.append(record)
-        self.last.append(record)
-        if not is_length_biased(record):
-            self.unbiased += 1
-            if len(self.first_unbiased) < END_STEPS:
-                self.first_unbiased.append(record)
-            self.last_unbiased.append(record)
-        tokens = number(record, "answer_tokens") or 0.0
-        self.answer_tokens += tokens
-        if (number(record, "time") or 0.0) >= self.since:
-            self.answer_tokens_now += tokens
-            self.steps_now += 1
-        for part, seconds in self.seconds.items():
-            seconds.add(number(record, "seconds", part))
-        self.tokens_per_s.add(number(record, "train_tokens_per_s"))
-        self.staleness.add(number(record, "staleness", "mean"))
-        self.most_stale = max(self.most_stale or 0.0, number(record, "staleness", "max") or 0.0)
-        staleness = record.get("staleness")
-        counts = staleness.get("histogram") if isinstance(staleness, Mapping) else None
-        for versions, count in (counts or {}).items():
-            self.by_staleness[int(versions)] += int(count)
-        self.dropped_stale += number(record, "dropped_stale") or 0.0
-        self.dropped_filtered += number(record, "dropped_filtered") or 0.0
-        lost = [number(record, "untrained", reason) for reason in ("stale", "masked")]
-        self.too_old.add(sum(share or 0.0 for share in lost))
-        self.without_signal += number(record, "stats", "grad_norm_max") == 0.0
-        failures = record.get("verdict_failures")
-        for cause in failures if isinstance(failures, Mapping) else {}:
-            self.verdict_failures[str(cause)] += int(number(failures, cause) or 0)
 
     def phase_seconds(self, end: float) -> dict[str, float]:
         """Wall seconds spent in each phase since ``since``; a phase entered twice is summed."""

@@ -27,15 +27,18 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, Self
 
 import msgspec
 import psutil
 
 from realsys.cluster.children.child_process import SocketChild, how_it_ended, is_logged
 from realsys.cluster.process import own_environment
+from realsys.config.doors import VERIFIER
+from realsys.config.evaluation_sets import verifier_arguments
+from realsys.config.schema import Config
 from realsys.config.schema_rollout import RewardConfig
-from realsys.errors import MALFORMED, NoVerifierError, RealsysError, RewardError
+from realsys.errors import MALFORMED, NoVerifierError, RealsysError, RewardError, WaitTimeout
 from realsys.reward.verifier_protocol import (
     CPU_TIME,
     ELAPSED,
@@ -255,12 +258,6 @@ class VerifierPool(Verifiers):
                 return deque(alive[:share])
         return deque()
 
-    def _put_back(self, calls: deque[_Call]) -> None:
-        if self._closed:
-            self._fail(calls, _CLOSED)
-        elif calls:
-            self._queue.setdefault(calls[0].work, deque()).extendleft(reversed(calls))
-
     async def _trip(self, child: VerifierProcess | None, calls: deque[_Call]) -> VerifierProcess | None:
         """Have a process judge the calls. Those that it did not get to are put back. Returns the process, if usable."""
         keep = False
@@ -281,7 +278,10 @@ class VerifierPool(Verifiers):
         finally:
             if child is not None and not keep:
                 await self._discard(child)
-            self._put_back(calls)
+            if self._closed:
+                self._fail(calls, _CLOSED)
+            elif calls:
+                self._queue.setdefault(calls[0].work, deque()).extendleft(reversed(calls))
         return child if keep else None
 
     async def _start(self) -> VerifierProcess:
@@ -449,7 +449,10 @@ class VerifierProcess:
             with contextlib.suppress(RewardError):  # none that can be read: the first error is the one to raise
                 deliver(self._journal.read(told, len(items)))
             raise
-        self._log_printed()
+        if said := self._child.said():
+            self._talks += 1
+            if is_logged(self._talks):
+                log.info("verifier process %d printed: %s", self.process.pid, said)
         return not spent
 
     def _send(
@@ -504,12 +507,6 @@ class VerifierProcess:
         except psutil.Error:  # it has ended: the end of its socket follows
             return 0.0
 
-    def _log_printed(self) -> None:
-        if said := self._child.said():
-            self._talks += 1
-            if is_logged(self._talks):
-                log.info("verifier process %d printed: %s", self.process.pid, said)
-
     def _with_last_words(self, problem: str) -> str:
         return f"{problem}; it printed: {said}" if (said := self._child.said()) else problem
 
@@ -521,3 +518,62 @@ class VerifierProcess:
                 self._writer.close()
         self._child.close()
         self._journal.close()
+
+
+# ---- comparison of final answers with each other, for majority votes: by the verifier itself, if it declares that
+
+
+#: Limit for all comparisons of an evaluation: n samples of a problem may need n * n / 2 of them.
+COMPARING_S = 300.0
+
+
+class Answered(Protocol):
+    """The part of a stored completion that this module needs."""
+
+    @property
+    def prompt(self) -> str: ...
+
+    @property
+    def completion(self) -> str: ...
+
+    @property
+    def answer(self) -> str | None: ...
+
+
+class AnswerComparer:
+    """Compares final answers in a process of the verifier: ``with AnswerComparer(config, name) as comparer: ...``
+
+    The process starts with the first comparison. Must not be used in an event loop. A comparison raises WaitTimeout
+    ``limit_s`` after the start.
+    """
+
+    def __init__(self, config: Config, verifier: str, limit_s: float = COMPARING_S) -> None:
+        self._name = verifier
+        self._limit_s = limit_s
+        self._ends = time.monotonic() + limit_s
+        self._pool = VerifierPool(1, ItemLimits.of(config.rollout.reward), verifier_arguments(config))
+        self._runner = asyncio.Runner()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._runner:
+            self._runner.run(self._pool.close())
+
+    def same_of(self, samples: Sequence[Answered]) -> Callable[[str, str], bool] | None:
+        """Return the comparison of the final answers of one problem's completions; None: by their texts."""
+        if not getattr(VERIFIER.load(self._name), "compares_answers", False):
+            return None
+        by_answer = {sample.answer: sample for sample in samples}
+
+        def same(first: str, second: str) -> bool:
+            if time.monotonic() > self._ends:
+                raise WaitTimeout(f"comparing the final answers took more than {self._limit_s:g} s")
+            item = Item(by_answer[first].prompt, by_answer[first].completion, second)
+            try:
+                return self._runner.run(self._pool.verify(self._name, item)).correct is True
+            except (RewardError, NoVerifierError):  # an answer that is no reference is equal to no other
+                return False
+
+        return same

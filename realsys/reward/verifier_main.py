@@ -58,19 +58,15 @@ def main(argv: list[str]) -> None:
     if not die_with_parent(signal.SIGKILL, parent):
         sys.exit(0)
     failpoint.arm("verifier/0")
-    _limit()
+    for limit, bound in _BOUNDS.items():
+        _, most = resource.getrlimit(limit)
+        value = bound if most == resource.RLIM_INFINITY else min(bound, most)
+        resource.setrlimit(limit, (value, value))
     journal = JournalWriter(outcomes)
     with socket.socket(fileno=descriptor) as channel, open(descriptor, "rb", closefd=False) as batches:
         channel.set_inheritable(False)  # what a verifier starts must not speak in its name
         os.register_at_fork(after_in_child=channel.close)
         serve(channel, batches, journal)
-
-
-def _limit() -> None:
-    for limit, bound in _BOUNDS.items():
-        _, most = resource.getrlimit(limit)
-        value = bound if most == resource.RLIM_INFINITY else min(bound, most)
-        resource.setrlimit(limit, (value, value))
 
 
 def serve(channel: socket.socket, batches: BinaryIO, journal: JournalWriter) -> None:

@@ -42,7 +42,10 @@ class ReferenceChecker:
         self._name = verifier or config.data.verifier
         self._cut_reward = config.rollout.reward.wrong
         self.field = verifier_field(config, self._name)
-        self.has_check = _has_check(self._name)
+        # built-in verifiers are imported in their processes only: ``math`` needs sympy
+        self.has_check = (
+            self._name in VERIFIER.builtin or getattr(VERIFIER.load(self._name), "check_answer", None) is not None
+        )
         processes = min(MAX_PROCESSES, len(os.sched_getaffinity(0)))
         self._verifiers = own_verifiers(config, processes=processes)
         self._runner = asyncio.Runner()
@@ -168,14 +171,6 @@ def _check_chunk(checker: ReferenceChecker, lines: Lines[Problem], indices: rang
             remedy = f"correct the answer, remove the line, or set {checker.field}"
             answer = item.answer[:100]
             raise DataError(f"{lines.where(index)}: answer {answer!r} cannot be verified: {problem}: {remedy}")
-
-
-def _has_check(name: str) -> bool:
-    """Return False for a verifier of the user, which the launcher has imported, that declares no check.
-
-    Built-in verifiers are imported in their processes only: ``math`` needs sympy.
-    """
-    return name in VERIFIER.builtin or getattr(VERIFIER.load(name), "check_answer", None) is not None
 
 
 def _key(item: Item) -> bytes:

@@ -82,7 +82,14 @@ class Calls:
             raise AgentError("generate() was called after the end of the episode: run() must wait for all its calls")
         try:
             if number == 0:
-                return await self._first(episode, token_ids, spec, on_tokens)
+                loop = asyncio.get_running_loop()
+                if not self._waiting:
+                    # call_soon runs after all tasks that are ready now, so siblings that call in this turn of the
+                    # event loop join the request.
+                    loop.call_soon(self._send_first)
+                first = _First(episode, tuple(token_ids), spec, loop.create_future(), on_tokens)
+                self._waiting.append(first)
+                return await first.completion
             seed = sampling_seed(self._ticket.seed, episode, number)
             call = EngineCall(self._ticket, f"{episode}.{number}", [int(t) for t in token_ids], spec, seed, previous)
             if on_tokens is not None:
@@ -107,18 +114,6 @@ class Calls:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         self._engine.discard(self._ticket)
-
-    async def _first(
-        self, episode: int, token_ids: Sequence[int], spec: SamplingSpec, on_tokens: Tokens | None
-    ) -> Completion:
-        loop = asyncio.get_running_loop()
-        if not self._waiting:
-            # call_soon runs after all tasks that are ready now, so siblings that call in this turn of the
-            # event loop join the request.
-            loop.call_soon(self._send_first)
-        first = _First(episode, tuple(token_ids), spec, loop.create_future(), on_tokens)
-        self._waiting.append(first)
-        return await first.completion
 
     def _send_first(self) -> None:
         waiting, self._waiting = self._waiting, []

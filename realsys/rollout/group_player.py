@@ -16,9 +16,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from realsys.agent_runner.contract import described
 from realsys.algorithm.token_losses import FAILED, NOT_IN_ROWS, NOT_KEPT, OVER_SAMPLED
 from realsys.config.evaluation_sets import evaluation_sets
 from realsys.config.schema import Config, SamplingConfig
@@ -29,7 +31,6 @@ from realsys.errors import AgentError, RealsysError, RewardError, StuckError
 from realsys.generation.client import SamplingSpec
 from realsys.manager.client import RolloutSuperseded
 from realsys.observe.spans import span
-from realsys.rollout.agent_errors import Defects, explain, one_line
 from realsys.rollout.agents.contract import Agent
 from realsys.rollout.environments import Task
 from realsys.rollout.episode_session import Calls, CompletionEngine, EpisodeSession
@@ -146,7 +147,13 @@ class GroupPlayer:
         try:
             played = await self._play_all(group, calls, sessions, prompt)
             if ticket.kind == "train":
-                played = self._select(group, played)
+                rules, numbers = self._rules, sorted(group.episodes)
+                played.dropped = reason_to_drop(played.episodes, rules.filter)
+                rewards = [episode.reward for episode in played.episodes]
+                kept = [] if played.dropped else kept_episodes(rewards, rules.keep, group.ticket.seed)
+                group.unused = {number: played.dropped or NOT_KEPT for k, number in enumerate(numbers) if k not in kept}
+                played.unused = [group.episodes[number] for number in group.unused]
+                played.episodes = [played.episodes[k] for k in kept]
                 self._keep_dropped(group, prompt, sessions, played.dropped)
             return played
         except RealsysError as error:
@@ -171,17 +178,6 @@ class GroupPlayer:
             number: (f"{type(error).__name__}: {error}", last.get(number)) for number, error in group.failed.items()
         }
         self._dropped.add(group.ticket, prompt, reason, group.episodes, failed)
-
-    def _select(self, group: _Playing, played: Played) -> Played:
-        """Leave the episodes that are trained in ``played``."""
-        rules, numbers = self._rules, sorted(group.episodes)
-        played.dropped = reason_to_drop(played.episodes, rules.filter)
-        rewards = [episode.reward for episode in played.episodes]
-        kept = [] if played.dropped else kept_episodes(rewards, rules.keep, group.ticket.seed)
-        group.unused = {number: played.dropped or NOT_KEPT for k, number in enumerate(numbers) if k not in kept}
-        played.unused = [group.episodes[number] for number in group.unused]
-        played.episodes = [played.episodes[k] for k in kept]
-        return played
 
     async def _play_all(
         self, group: _Playing, calls: Calls, sessions: Sequence[EpisodeSession], prompt: Prompt
@@ -329,3 +325,80 @@ def sampling_spec(config: SamplingConfig, end_of_text: Sequence[int]) -> Samplin
         "stop": tuple(config.stop),
     }
     return SamplingSpec(**settings, **penalties, stop_token_ids=stops)
+
+
+# ---- defects of a user's agent or environment: reported with their place, logged once, and fatal if they repeat
+
+
+MOST_FAILED = 128  # episodes in a row; an agent that fails 90 % of all reaches it with a probability of 1e-6
+MAX_LOGGED = 1000  # distinct messages that are logged
+MAX_LINE = 2000  # characters of an error in a report to the manager, and in the record of a group
+
+
+def one_line(text: str, limit: int = MAX_LINE) -> str:
+    """Convert any text to one line that can be sent: bounded, without lone surrogates, which UTF-8 cannot encode."""
+    return " ".join(text.split())[:limit].encode("utf-8", "replace").decode()
+
+
+def explain(error: BaseException) -> RealsysError:
+    """Return the error of an episode: a RealsysError unchanged, anything else as AgentError with type and place.
+
+    Of an exception group (a TaskGroup of the agent) the first RealsysError counts, else its first exception.
+    """
+
+    def priority(leaf: BaseException) -> tuple[bool, bool]:
+        return not isinstance(leaf, RolloutSuperseded), not isinstance(leaf, RealsysError)
+
+    first = min(_leaves(error), key=priority)
+    if isinstance(first, RealsysError):
+        return first
+    failed = described(first)
+    kind, place = failed["type"], failed["place"]
+    return AgentError(f"{kind}: {failed['message']} ({place})", defect=f"{kind} at {place}")
+
+
+def _leaves(error: BaseException) -> Iterator[BaseException]:
+    if isinstance(error, ExceptionGroup):
+        for inner in error.exceptions:
+            yield from _leaves(inner)
+    else:
+        yield error
+
+
+class Defects:
+    """Memory of the defects in one RolloutWorker."""
+
+    def __init__(self) -> None:
+        self._logged: set[str] = set()
+        self._last = ""  # defect of every episode of the last ticket
+        self._failed = Counter[str]()  # defects of the episodes since the last good one
+
+    def is_new(self, error: AgentError) -> bool:
+        """Return True for a message that was not logged before."""
+        message = str(error)
+        if message in self._logged or len(self._logged) >= MAX_LOGGED:
+            return False
+        self._logged.add(message)
+        return True
+
+    def stuck(self, episodes: int, good: int, errors: Sequence[RealsysError]) -> str:
+        """Record a training ticket of ``episodes``, some of them ``good``. Return why the run is stuck, or "".
+
+        It is if every episode of two tickets in a row has the same defect, and if the agent has failed too many
+        episodes in a row in any way. One episode with a defect proves nothing: its prompt may be the cause.
+        """
+        defects = [error.defect for error in errors if isinstance(error, AgentError)]
+        if good:
+            self._last = ""
+            self._failed.clear()
+            return ""
+        self._failed.update(defects)
+        same = defects[0] if len(defects) == episodes > 1 and len(set(defects)) == 1 else ""
+        again = bool(same) and same == self._last
+        self._last = same
+        if again:
+            return f"every episode of two tickets in a row failed with the same error: {errors[0]}"
+        if self._failed.total() < MOST_FAILED:
+            return ""
+        defect, count = self._failed.most_common(1)[0]
+        return f"the agent failed {self._failed.total()} episodes, and none was good; {count} of them: {defect}"

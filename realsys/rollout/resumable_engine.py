@@ -209,8 +209,28 @@ class ResumableEngine:
                 if call.spec.structural_tag and completion.segments:
                     completion.restart(call.spec.max_new_tokens)
             before = sum(completion.length for completion in pending)
-            request = _schedule_request(call, prefix, pending, trouble)
-            request.released = self._take_ended()
+            failed = trouble if trouble and trouble.failed else None
+            request = ScheduleRequest(
+                call.ticket.ticket_id,
+                call.ticket.attempt,
+                prompt_len=len(call.token_ids) + max(completion.length for completion in pending),
+                max_new_tokens=max(completion.budget for completion in pending),
+                n=len(pending),
+                failed_server=failed.server if failed else None,
+                failure=failed.reason[:2000] if failed else None,
+                prefix=prefix,
+                call=call.name,
+                previous=call.previous,
+                avoid=trouble.server if trouble and not trouble.failed else None,
+            )
+            # as many as one request may name
+            taken: list[tuple[str, int, str]] = []
+            while self._ended and len(taken) < MOST_RELEASED:
+                attempt, calls = next(iter(self._ended.items()))
+                taken.append((*attempt, calls.pop()))
+                if not calls:
+                    del self._ended[attempt]
+            request.released = taken
             with span("route", f"{call.ticket.unit}/{call.name.partition('.')[0]}"):
                 place = await self._manager.schedule(request)
             trouble = await self._trip(call, trip, pending, place)
@@ -234,16 +254,6 @@ class ResumableEngine:
                 await asyncio.sleep(delay)
                 delay = min(2 * delay, LAST_DELAY_S)
         return [completion.join() for completion in completions]
-
-    def _take_ended(self) -> list[tuple[str, int, str]]:
-        """Take the calls that have ended since the last request, as many as one request may name."""
-        taken: list[tuple[str, int, str]] = []
-        while self._ended and len(taken) < MOST_RELEASED:
-            attempt, calls = next(iter(self._ended.items()))
-            taken.append((*attempt, calls.pop()))
-            if not calls:
-                del self._ended[attempt]
-        return taken
 
     async def _trip(
         self, call: EngineCall, trip: int, pending: list[_PartialCompletion], place: ScheduleReply
@@ -338,23 +348,3 @@ class ResumableEngine:
 def _piece(spec: SamplingSpec, budget: int) -> int:
     """Return how many tokens of the remaining ``budget`` the next request samples: all of them under a grammar."""
     return budget if spec.structural_tag else min(budget, spec.new_tokens_per_chunk or budget)
-
-
-def _schedule_request(
-    call: EngineCall, prefix: list[int], pending: list[_PartialCompletion], trouble: _Trouble | None
-) -> ScheduleRequest:
-    """Build the request for a server, for the pending completions. ``trouble``: of the last trip."""
-    failed = trouble if trouble and trouble.failed else None
-    return ScheduleRequest(
-        call.ticket.ticket_id,
-        call.ticket.attempt,
-        prompt_len=len(call.token_ids) + max(completion.length for completion in pending),
-        max_new_tokens=max(completion.budget for completion in pending),
-        n=len(pending),
-        failed_server=failed.server if failed else None,
-        failure=failed.reason[:2000] if failed else None,
-        prefix=prefix,
-        call=call.name,
-        previous=call.previous,
-        avoid=trouble.server if trouble and not trouble.failed else None,
-    )

@@ -88,6 +88,13 @@ class DroppedStore:
         """Offer a group to the writer."""
 
         def make() -> DroppedGroup:
+            # failed episodes first, then the others, with rows as long as they fit
+            room = Room()
+            made: list[DroppedEpisode] = []
+            for number, (error, call) in sorted(failed.items()):
+                made.append(room.episode(number, [_row_of(*call)] if call is not None else [], None, None, error))
+            for number, episode in sorted(episodes.items()):
+                made.append(room.episode(number, episode.rows, episode.reward, episode.correct))
             return DroppedGroup(
                 time=time.time(),
                 ticket=ticket,
@@ -95,21 +102,10 @@ class DroppedStore:
                 reason=reason[:MOST_TEXT],
                 prompt=prompt.text[:MOST_TEXT],
                 reference=prompt.answer[:MOST_TEXT],
-                episodes=_episodes(episodes, failed),
+                episodes=made,
             )
 
         self._writer.offer(make, failed=bool(failed))
-
-
-def _episodes(episodes: Mapping[int, Episode], failed: Mapping[int, Failure]) -> list[DroppedEpisode]:
-    """Return the failed episodes, then the others, with rows as long as they fit."""
-    room = Room()
-    made: list[DroppedEpisode] = []
-    for number, (error, call) in sorted(failed.items()):
-        made.append(room.episode(number, [_row_of(*call)] if call is not None else [], None, None, error))
-    for number, episode in sorted(episodes.items()):
-        made.append(room.episode(number, episode.rows, episode.reward, episode.correct))
-    return made
 
 
 def _row_of(before: Sequence[int], completion: Completion) -> Row:

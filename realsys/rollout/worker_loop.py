@@ -31,7 +31,6 @@ from realsys.manager.ledger.events import Outcome
 from realsys.manager.messages import (
     MAX_TICKETS,
     MAX_WAIT_S,
-    AllocateReply,
     AllocateRequest,
     Answer,
     FinishRequest,
@@ -40,8 +39,7 @@ from realsys.manager.messages import (
 from realsys.observe import spans
 from realsys.observe.spans import span
 from realsys.reward.pool import Verifiers
-from realsys.rollout.agent_errors import one_line
-from realsys.rollout.group_player import GroupPlayer, Played
+from realsys.rollout.group_player import GroupPlayer, Played, one_line
 from realsys.rollout.stores import EvaluationStore
 from realsys.types import Episode, Group, Ticket
 
@@ -115,7 +113,16 @@ class RolloutLoop:
                 self._freed.clear()
                 await self._freed.wait()
                 continue
-            for ticket in (await self._allocate()).tickets:
+            begin = time.monotonic()
+            count = min(self._free // self._group_size, MAX_TICKETS)
+            request = AllocateRequest(self._worker, count, MAX_WAIT_S, incarnation=self._incarnation)
+            with span("allocate", wanted=count) as allocate:
+                reply = await self._parts.manager.allocate(request)
+                allocate.facts |= {"tickets": len(reply.tickets)} if reply.tickets else {"reason": reply.reason}
+            if not reply.tickets and time.monotonic() - begin < min(MAX_WAIT_S, reply.retry_after_s):
+                # A manager that is stopping does not hold the call: without a delay this loop would spin.
+                await asyncio.sleep(reply.retry_after_s)
+            for ticket in reply.tickets:
                 self._start(ticket, tasks)
 
     async def _touch(self) -> None:
@@ -137,18 +144,6 @@ class RolloutLoop:
             quiet_s,
             self.running,
         )
-
-    async def _allocate(self) -> AllocateReply:
-        begin = time.monotonic()
-        count = min(self._free // self._group_size, MAX_TICKETS)
-        request = AllocateRequest(self._worker, count, MAX_WAIT_S, incarnation=self._incarnation)
-        with span("allocate", wanted=count) as allocate:
-            reply = await self._parts.manager.allocate(request)
-            allocate.facts |= {"tickets": len(reply.tickets)} if reply.tickets else {"reason": reply.reason}
-        if not reply.tickets and time.monotonic() - begin < min(MAX_WAIT_S, reply.retry_after_s):
-            # A manager that is stopping does not hold the call: without a delay this loop would spin.
-            await asyncio.sleep(reply.retry_after_s)
-        return reply
 
     def _start(self, ticket: Ticket, tasks: asyncio.TaskGroup) -> None:
         self._free -= ticket.n

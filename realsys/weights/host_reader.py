@@ -25,8 +25,8 @@ from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from realsys.cluster.failpoint import failpoint
+from realsys.cluster.http_client import authorization
 from realsys.cluster.http_server import Admission, Guard, HttpServer
-from realsys.cluster.http_signature import authorization
 from realsys.cluster.lease import CheckAlive, unleased
 from realsys.config.schema import Config
 from realsys.errors import WeightsError

@@ -16,8 +16,7 @@ from typing import Any
 import psutil
 
 from realsys.cluster.names.connect import make_name_store, trial_names
-from realsys.cluster.names.contract import NameStore
-from realsys.cluster.names.keys import Names
+from realsys.cluster.names.contract import Names, NameStore
 from realsys.config.paths import read_config
 from realsys.observe.step_log import StepTail
 from tests.chaos.kept_agents import Agents

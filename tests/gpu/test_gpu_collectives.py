@@ -10,8 +10,8 @@ from realsys.config.allocation import ACTOR, ParallelLayout, parse_allocation
 from realsys.config.schema import Config
 from realsys.model_calls import Transfer, TransferRequest
 from realsys.train.megatron.collectives import gather_bytes
+from realsys.train.worker.call_service import execute
 from realsys.train.worker.data_manager import DataManager
-from realsys.train.worker.transfer import execute
 from tests.gpu.conftest import STAND_IN
 from tests.support.training.sample_records import make_ref
 from tests.support.training.train_ranks import FORMED, run_ranks

@@ -17,9 +17,9 @@ from tests.support.processes.netns import ROOT, Hosts, environment
 #: the command, without the rule that a lease is longer than an election of etcd on another host
 DRIVER = """
 import sys
-import realsys.launch.preflight
+import realsys.launch.prepare
 from realsys.launch.cli import main
-realsys.launch.preflight.ELECTION_LEASE_S = 0.0
+realsys.launch.prepare.ELECTION_LEASE_S = 0.0
 sys.exit(main(sys.argv[1:]))
 """
 

@@ -55,7 +55,7 @@ def launcher_parts():
         with contextlib.suppress(psutil.Error, OSError):
             line = " ".join(process.cmdline())
             ours = mark in Path(f"/proc/{process.pid}/environ").read_bytes().decode(errors="replace").split("\0")
-            if ours and ("ray_driver" in line or "AgentActor" in line):
+            if ours and ("ray_launcher" in line or "AgentActor" in line):
                 found.append(line)
     return found
 

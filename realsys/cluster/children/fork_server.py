@@ -210,7 +210,11 @@ def _run_program(order: dict[str, Any], descriptors: Sequence[int]) -> NoReturn:
         _close_all_but(descriptors[2:])
         sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
         sys.stderr = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
-        sys.path[:] = _paths(order["env"].get("PYTHONPATH", ""))
+        # ``sys.path`` of ``python -P`` with this PYTHONPATH
+        ours = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+        installed = sys.path if sys.flags.safe_path else sys.path[1:]
+        theirs = [os.path.abspath(path) for path in order["env"].get("PYTHONPATH", "").split(os.pathsep) if path]
+        sys.path[:] = list(dict.fromkeys([*theirs, *(path for path in installed if path not in ours)]))
         os.environ.clear()
         os.environ.update(order["env"])
         prctl.show_as(argv, order["env"])
@@ -235,11 +239,3 @@ def _close_all_but(kept: Sequence[int]) -> None:
         if number > 2 and number not in kept:
             with contextlib.suppress(OSError):  # the listing's descriptor is closed already
                 os.close(number)
-
-
-def _paths(python_path: str) -> list[str]:
-    """Return ``sys.path`` of ``python -P`` with this PYTHONPATH."""
-    ours = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    installed = sys.path if sys.flags.safe_path else sys.path[1:]
-    theirs = [os.path.abspath(path) for path in python_path.split(os.pathsep) if path]
-    return list(dict.fromkeys([*theirs, *(path for path in installed if path not in ours)]))

@@ -8,9 +8,8 @@ import shutil
 import socket
 from pathlib import Path
 
-from realsys.cluster.names.contract import NameStore
+from realsys.cluster.names.contract import Names, NameStore
 from realsys.cluster.names.file_store import FileNameStore
-from realsys.cluster.names.keys import Names
 from realsys.cluster.network import bind_problem, is_loopback, split_host_port
 from realsys.cluster.process import STORE_ADDRESS
 from realsys.config.paths import TrialPaths
@@ -34,8 +33,7 @@ def make_name_store(
     if settings.backend == "file":
         return FileNameStore(Path(settings.root).resolve() if settings.root else paths.name_store)
     # Imported here: etcd's client and grpc take time to load and are needed for etcd only.
-    from realsys.cluster.names.etcd_members import EtcdAccess
-    from realsys.cluster.names.etcd_store import EtcdNameStore
+    from realsys.cluster.names.etcd_store import EtcdAccess, EtcdNameStore
 
     lease_s = config.cluster.lease_s
     if settings.start:

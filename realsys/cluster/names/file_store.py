@@ -85,7 +85,7 @@ class FileNameStore(NameStore):
         lease_id = self._lease_id(lease, key)
         with (
             self._held(f"add {key}") as held,
-            _staged(held, _encode(lease_id, value)) as staged,
+            _staged(held, f"{lease_id}\n".encode() + value.encode("utf-8", "surrogatepass")) as staged,
             _locked(held),
         ):
             if lease_id and not self._lease_alive(held, lease_id):
@@ -339,10 +339,6 @@ def _holder(descriptor: int) -> str:
 
 def _pause(closed: threading.Event) -> None:
     closed.wait(POLL_S)
-
-
-def _encode(lease_id: str, value: str) -> bytes:
-    return f"{lease_id}\n".encode() + value.encode("utf-8", "surrogatepass")
 
 
 def _decode(held: HeldDirectory, path: str, content: bytes) -> tuple[str, str]:

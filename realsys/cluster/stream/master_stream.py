@@ -29,11 +29,21 @@ import msgspec
 import zmq
 
 from realsys.cluster.lease import CheckAlive, unleased
+from realsys.cluster.stream import codec as protocol
 from realsys.cluster.stream import sockets
-from realsys.cluster.stream import wire as protocol
-from realsys.cluster.stream.codec import decode_message, decode_with, encode_message
+from realsys.cluster.stream.codec import (
+    Ack,
+    FailureReply,
+    Hello,
+    Refused,
+    ReplyHeader,
+    RequestHeader,
+    Welcome,
+    decode_message,
+    decode_with,
+    encode_message,
+)
 from realsys.cluster.stream.security import CurveKeys
-from realsys.cluster.stream.wire import Ack, FailureReply, Hello, Refused, ReplyHeader, RequestHeader, Welcome
 from realsys.errors import DecodeError, RemoteError, StreamError, WaitTimeout, WorkerLost
 
 log = logging.getLogger(__name__)
@@ -190,7 +200,10 @@ class MasterStream:
             if isinstance(header, Hello) != (len(frames) == 2):
                 raise DecodeError(f"{type(header).__name__} with {len(frames) - 2} payloads")
         except DecodeError as err:
-            self._drop(frames, err)
+            self.bad_messages += 1
+            if sockets.worth_logging(self.bad_messages):
+                sender = sockets.sender_of(frames)
+                log.warning("master: dropped message %d from %s: %s", self.bad_messages, sender, err)
             return
         route = frames[0].bytes
         if isinstance(header, Hello):
@@ -255,12 +268,6 @@ class MasterStream:
         No worker sends it again, and the master would wait for its content.
         """
         self._fail(DecodeError(f"{self._name(worker)}: {error}"))
-
-    def _drop(self, frames: list[zmq.Frame], err: DecodeError) -> None:
-        self.bad_messages += 1
-        if sockets.worth_logging(self.bad_messages):
-            sender = sockets.sender_of(frames)
-            log.warning("master: dropped message %d from %s: %s", self.bad_messages, sender, err)
 
     def _fail(self, exc: BaseException) -> None:
         log.error("master: the request-reply stream failed", exc_info=exc)

@@ -37,11 +37,10 @@ import zmq
 from realsys.cluster.aio import run_beside
 from realsys.cluster.failpoint import failpoint
 from realsys.cluster.lease import CheckAlive, unleased
+from realsys.cluster.stream import codec as protocol
 from realsys.cluster.stream import sockets
-from realsys.cluster.stream import wire as protocol
-from realsys.cluster.stream.codec import Buffer, Slabs, decode_group, decode_with, encode_group
+from realsys.cluster.stream.codec import Buffer, Push, PushAck, PushNack, Slabs, decode_group, decode_with, encode_group
 from realsys.cluster.stream.security import CurveKeys
-from realsys.cluster.stream.wire import Push, PushAck, PushNack
 from realsys.errors import DecodeError, RealsysError, StreamError, WaitTimeout
 from realsys.types import Group
 

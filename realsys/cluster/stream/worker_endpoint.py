@@ -28,13 +28,11 @@ import zmq
 
 from realsys.cluster.failpoint import failpoint
 from realsys.cluster.lease import CheckAlive, unleased
+from realsys.cluster.stream import codec as protocol
 from realsys.cluster.stream import sockets
-from realsys.cluster.stream import wire as protocol
-from realsys.cluster.stream.codec import Buffer, decode_message, decode_with, encode_message
-from realsys.cluster.stream.push_pull import Puller, PullerStats
-from realsys.cluster.stream.security import CurveKeys
-from realsys.cluster.stream.wire import (
+from realsys.cluster.stream.codec import (
     Ack,
+    Buffer,
     FailureReply,
     Hello,
     NoticeHeader,
@@ -42,7 +40,12 @@ from realsys.cluster.stream.wire import (
     ReplyHeader,
     RequestHeader,
     Welcome,
+    decode_message,
+    decode_with,
+    encode_message,
 )
+from realsys.cluster.stream.push_pull import Puller, PullerStats
+from realsys.cluster.stream.security import CurveKeys
 from realsys.errors import DecodeError, Fenced, StreamError, WaitTimeout
 from realsys.types import Group
 
@@ -438,7 +441,10 @@ class WorkerIO:
                 call = f"request {header.number} for handler {header.handler}"
                 raise DecodeError(f"{call} has {len(frames)} frames, must have 2")
         except DecodeError as err:
-            self._drop(err)
+            self.bad_messages += 1
+            if sockets.worth_logging(self.bad_messages):
+                source = f"dropped message {self.bad_messages} of the master at {self._me.master_address}"
+                log.warning("%s: %s: %s", self._me.name, source, err)
             return
         match header:
             case RequestHeader():
@@ -446,7 +452,14 @@ class WorkerIO:
             case Ack(number):
                 self._discard_up_to(number)
             case Welcome(last_message):
-                self._on_welcome(last_message)
+                self._welcomed = True
+                self.connected.set()
+                # The master may have taken messages whose Ack was lost with the connection.
+                self._discard_up_to(last_message)
+                if self._unacked:
+                    self.outbox.idle.clear()
+                for unacked in self._unacked.values():  # ascending: the master drops a number below its mark
+                    self._send(unacked)
             case Refused(reason):
                 # A newer incarnation has this worker's place: two workers would serve one index.
                 refused = f"the master refused incarnation {self._me.incarnation}: {reason}"
@@ -474,22 +487,6 @@ class WorkerIO:
                     self.outbox.post(Outgoing(encode_message(answer(request.decode(kind))), request=number))
                 else:
                     (self._background if handler in self.in_background else self._requests).put(request)
-
-    def _on_welcome(self, last_message: int) -> None:
-        self._welcomed = True
-        self.connected.set()
-        # The master may have taken messages whose Ack was lost with the connection.
-        self._discard_up_to(last_message)
-        if self._unacked:
-            self.outbox.idle.clear()
-        for frames in self._unacked.values():  # ascending: the master drops a number below its mark
-            self._send(frames)
-
-    def _drop(self, err: DecodeError) -> None:
-        self.bad_messages += 1
-        if sockets.worth_logging(self.bad_messages):
-            source = f"dropped message {self.bad_messages} of the master at {self._me.master_address}"
-            log.warning("%s: %s: %s", self._me.name, source, err)
 
     def _send_outbox(self) -> None:
         for outgoing in self.outbox.take():

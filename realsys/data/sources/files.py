@@ -132,12 +132,10 @@ def _values(batches: Iterator[Any]) -> Iterator[dict[str, Any]]:
     for batch in batches:
         for start in range(0, batch.num_rows, _BATCH):
             for row in batch.slice(start, _BATCH).to_pylist():
-                yield {key: _without_nulls(value) for key, value in row.items()}
-
-
-def _without_nulls(value: Any) -> Any:
-    """Leave out the keys that a table adds to messages and tools, to give all objects of a list the same ones."""
-    return without_nulls(value, ()) if isinstance(value, list) else value
+                # a table adds keys to messages and tools, to give all objects of a list the same ones
+                yield {
+                    key: without_nulls(value, ()) if isinstance(value, list) else value for key, value in row.items()
+                }
 
 
 def _pyarrow(path: Path) -> Any:
@@ -171,28 +169,26 @@ def files_of(folder: Path, splits: Sequence[str]) -> list[Path]:
         names = _read(folder / "dataset_dict.json").get("splits") or []
         return files_of(folder / _choose(folder, [str(name) for name in names], splits), splits)
     if (folder / "state.json").is_file():
-        return _saved(folder)
+        state = _read(folder / "state.json")
+        try:
+            files = [folder / entry["filename"] for entry in state["_data_files"]]
+        except (KeyError, TypeError):
+            raise DataError(f"{folder / 'state.json'}: names no _data_files: it is not of a saved dataset") from None
+        if missing := [
+            str(file) for file in files if not file.is_file() or not file.resolve().is_relative_to(folder.resolve())
+        ]:
+            raise DataError(f"{folder / 'state.json'}: file not found in this folder: {', '.join(missing)}")
+        return files
     return _repository(folder, splits)
-
-
-def _saved(folder: Path) -> list[Path]:
-    state = _read(folder / "state.json")
-    try:
-        files = [folder / entry["filename"] for entry in state["_data_files"]]
-    except (KeyError, TypeError):
-        raise DataError(f"{folder / 'state.json'}: names no _data_files: it is not of a saved dataset") from None
-    if missing := [
-        str(file) for file in files if not file.is_file() or not file.resolve().is_relative_to(folder.resolve())
-    ]:
-        raise DataError(f"{folder / 'state.json'}: file not found in this folder: {', '.join(missing)}")
-    return files
 
 
 def _repository(folder: Path, splits: Sequence[str]) -> list[Path]:
     files = sorted(
         file
         for file in folder.rglob("*")
-        if file.suffix in SUFFIXES and file.name not in _SETTINGS and not _hidden(file.relative_to(folder))
+        if file.suffix in SUFFIXES
+        and file.name not in _SETTINGS
+        and not any(part.startswith((".", "_")) for part in file.relative_to(folder).parts)
     )
     if not files:
         raise DataError(f"{folder}: no data files found ({', '.join(SUFFIXES)}): name a file or another folder")
@@ -230,10 +226,6 @@ def _config_of(path: Path) -> str:
     """Return the folder of a configuration, "." without one; ``data`` and folders of splits are none."""
     parts = [part for part in path.parts[:-1] if part != "data" and part.lower() not in _SPLITS]
     return "/".join(parts) or "."
-
-
-def _hidden(path: Path) -> bool:
-    return any(part.startswith((".", "_")) for part in path.parts)
 
 
 def _read(path: Path) -> dict[str, Any]:

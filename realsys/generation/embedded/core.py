@@ -233,7 +233,11 @@ class EngineCore:
         """Admit queued completions, prefill within the budget, then sample one token for every running one."""
         started = time.perf_counter()
         if not self.hold_admission and self.scheduler.can_admit:
-            self._admit()
+            for completion in self.scheduler.admit():
+                request = completion.request
+                # All numbers of the completion now: they depend on (seed, index, position) only.
+                numbers = uniforms(request.seed, completion.index, request.params.max_new_tokens)
+                self._store.open(completion.slot, request.prompt, numbers)
         self._prefill()
         if self._batch is None:
             self._arrange()
@@ -270,14 +274,6 @@ class EngineCore:
             )
 
     # ---- admission, prefill and rows
-
-    def _admit(self) -> None:
-        """Move completions from the queue to slots."""
-        for completion in self.scheduler.admit():
-            request = completion.request
-            # All numbers of the completion now: they depend on (seed, index, position) only.
-            numbers = uniforms(request.seed, completion.index, request.params.max_new_tokens)
-            self._store.open(completion.slot, request.prompt, numbers)
 
     def _prefill(self) -> None:
         """Prefill the front of the line within the budget, and let completed ones run."""

@@ -96,7 +96,8 @@ class Decoder:
                 torch.bmm(scores.softmax(-1), v, out=context[rows])
             x.addmm_(context.view(n, -1), layer.out.t())
             self._mlp(layer, x)
-        return self._head(x)
+        head = self.weights.head
+        return F.linear(self._norm(x, self.weights.norm).to(head.dtype), head).float()
 
     def prefill(self, batch: PrefillBatch) -> None:
         """Fill the cache for the batch's tokens; earlier positions of their rows must be cached.
@@ -181,10 +182,6 @@ class Decoder:
         """Add the feed-forward block to x in place."""
         gate, up = F.linear(self._norm(x, layer.mlp_norm), layer.gate_up).chunk(2, dim=-1)
         x.addmm_(F.silu(gate).mul_(up), layer.down.t())
-
-    def _head(self, x: Tensor) -> Tensor:
-        head = self.weights.head
-        return F.linear(self._norm(x, self.weights.norm).to(head.dtype), head).float()
 
     def _norm(self, x: Tensor, gain: Tensor | None) -> Tensor:
         """Apply RMSNorm. Without a gain, return x / sqrt(|x|^2 + hidden * eps).

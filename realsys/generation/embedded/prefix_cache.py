@@ -286,7 +286,9 @@ class PrefixIndex:
         best, most = None, 0
         place = self._place(completion.key)
         for neighbour in self._sequences[max(place - 1, 0) : place + 1]:
-            common = _common_length(completion.tokens, neighbour.tokens)
+            length = min(len(completion.tokens), len(neighbour.tokens))
+            differ = completion.tokens[:length] != neighbour.tokens[:length]
+            common = int(differ.argmax()) if differ.any() else length
             # The last token of a sequence is not cached yet, on either side.
             shared = min(common, neighbour.length - 1, completion.length - 1)
             if shared > most:
@@ -330,13 +332,6 @@ def plan_pass(
         parts.append(PrefillPart(completion, start, stop, donor))
         this_pass.add(completion)
     return parts
-
-
-def _common_length(a: I32, b: I32) -> int:
-    """Return the length of the common beginning."""
-    length = min(len(a), len(b))
-    differ = a[:length] != b[:length]
-    return int(differ.argmax()) if differ.any() else length
 
 
 # ---- evicted sequences: how much more rows would have saved

@@ -330,7 +330,11 @@ class LayoutPlanner:
         # Rows n and above must move even here: a step works on the slice 0..n-1.
         stays = (current >= 0) & (current < len(current))
         rows = np.where(stays, current, -1)
-        _fill(rows, lengths, np.setdiff1d(np.arange(len(rows)), current[stays]))
+        # in order, to the completions without a row, longest first
+        without_row = np.flatnonzero(rows < 0)
+        rows[without_row[np.argsort(-lengths[without_row], kind="stable")]] = np.setdiff1d(
+            np.arange(len(rows)), current[stays]
+        )
         return self._layout(current, lengths, rows)
 
     def _tidy(self, current: I64, lengths: I64) -> Layout:
@@ -391,9 +395,3 @@ class LayoutPlanner:
 def _moved(layout: Layout, lengths: I64) -> int:
     """Return the number of positions that a layout copies."""
     return layout.moved_length * len(layout.sources)
-
-
-def _fill(rows: I64, lengths: I64, free: I64) -> None:
-    """Give the ``free`` rows, in order, to the completions without a row (-1), longest first."""
-    without_row = np.flatnonzero(rows < 0)
-    rows[without_row[np.argsort(-lengths[without_row], kind="stable")]] = free

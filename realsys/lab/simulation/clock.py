@@ -48,10 +48,6 @@ class Clock:
 # (``no-waste``). ``balance`` checks the sum.
 
 
-def _floats() -> array[float]:
-    return array("d")
-
-
 def _ints() -> array[int]:
     return array("i")
 
@@ -88,7 +84,7 @@ class Account:
 
     def wait(self, what: str, seconds: float) -> None:
         """Add one waiting time."""
-        self.waits.setdefault(what, _floats()).append(seconds)
+        self.waits.setdefault(what, array("d")).append(seconds)
 
     def measure_loads(self, loads: Sequence[tuple[int, int]]) -> None:
         """Add a measurement of all servers: (completions, cached tokens) of each."""

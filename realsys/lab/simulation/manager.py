@@ -177,23 +177,20 @@ class ManagerMachine:
                 self._deciding = True
                 self.clock.after(0.0, self._decide_held)
         if self._grants and (tickets := self.state.grantable()):
-            self._ask_again()
+            # new places for allocations whose hold has ended: their workers have called again (without events)
+            now = self.clock.now
+            ended = [call for call in self._waiting.values() if now - call.since >= MAX_WAIT_S]
+            for call in sorted(ended, key=lambda call: -((now - call.since) % MAX_WAIT_S)):
+                call.since = now - (now - call.since) % MAX_WAIT_S
+                if self._grants.leave(call.place):
+                    call.place = self._grants.place()
+                    self._grants.hold(call.place, partial(self._has_turn, call))
             self._grants.wake(tickets)
 
     def _decide_held(self) -> None:
         self._deciding = False
         held, self._held = self._held, []
         self._held += [call for call in held if not self._decide(call)]
-
-    def _ask_again(self) -> None:
-        """Give new places to allocations whose hold has ended: their workers have called again (without events)."""
-        now = self.clock.now
-        ended = [call for call in self._waiting.values() if now - call.since >= MAX_WAIT_S]
-        for call in sorted(ended, key=lambda call: -((now - call.since) % MAX_WAIT_S)):
-            call.since = now - (now - call.since) % MAX_WAIT_S
-            if self._grants.leave(call.place):
-                call.place = self._grants.place()
-                self._grants.hold(call.place, partial(self._has_turn, call))
 
     # -- name store and clock ------------------------------------------------------------------------------------------
 

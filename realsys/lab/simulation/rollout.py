@@ -244,31 +244,35 @@ class Worker:
         elif group.engine is None or not group.engine.up:
             world.clock.after(world.sim.call_s, self._failed, group, "connection refused")
         else:
-            self._submit(group, group.engine)
+            chunk = self._world.config.generation.sampling.new_tokens_per_chunk
+            pieces = []
+            for index, completion in enumerate(group.completions):
+                left = completion.length - completion.sampled
+                if left:
+                    pieces.append(DecodePiece(index, min(left, chunk or left)))
+            before = sum(group.completions[piece.index].sampled for piece in pieces)
+            group.request = EngineRequest(
+                pieces, self._world.sim.prompt_tokens + before, lambda request: self._moved(group, request)
+            )
+            group.engine.submit(group.request)
 
     def _again(self, group: GroupRun) -> None:
         if not group.over:
             self._schedule(group)
-
-    def _submit(self, group: GroupRun, engine: SimulatedEngine) -> None:
-        chunk = self._world.config.generation.sampling.new_tokens_per_chunk
-        pieces = []
-        for index, completion in enumerate(group.completions):
-            left = completion.length - completion.sampled
-            if left:
-                pieces.append(DecodePiece(index, min(left, chunk or left)))
-        before = sum(group.completions[piece.index].sampled for piece in pieces)
-        group.request = EngineRequest(
-            pieces, self._world.sim.prompt_tokens + before, lambda request: self._moved(group, request)
-        )
-        engine.submit(group.request)
 
     def _moved(self, group: GroupRun, request: EngineRequest) -> None:
         """Pieces have ended. When enough completions have, the others are cancelled; when all pieces have, they go on.
 
         The first that end make the group: those of one moment in the order of their numbers.
         """
-        self._collect(group, request)
+        account = self._world.account
+        sampled, request.sampled = request.sampled, []
+        for piece, versions in sampled:
+            completion = group.completions[piece.index]
+            completion.sampled += piece.tokens
+            account.sampled += piece.tokens
+            for version, tokens in versions.items():
+                completion.versions[version] = completion.versions.get(version, 0) + tokens
         ended = [each for each in group.completions if each.sampled == each.length]  # a property is slow here
         size = self._size if group.ticket.kind == "train" else group.ticket.n
         if len(ended) >= size:
@@ -292,16 +296,6 @@ class Worker:
         """Count tokens of a server that belong to no completion."""
         self._world.account.sampled += tokens
         self._world.account.wasted[reason] += tokens
-
-    def _collect(self, group: GroupRun, request: EngineRequest) -> None:
-        account = self._world.account
-        sampled, request.sampled = request.sampled, []
-        for piece, versions in sampled:
-            completion = group.completions[piece.index]
-            completion.sampled += piece.tokens
-            account.sampled += piece.tokens
-            for version, tokens in versions.items():
-                completion.versions[version] = completion.versions.get(version, 0) + tokens
 
     def server_died(self, group: GroupRun, lost: int) -> None:
         """Continue after the death of its server. ``lost``: tokens that it had sampled and not returned."""

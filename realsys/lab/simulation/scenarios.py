@@ -181,7 +181,13 @@ def plan(scenario: str, overrides: Sequence[str] = ()) -> Plan:
     """Read a scenario, by its name or file, with overrides on top. Raises ConfigError."""
     tree: dict[str, Any] = {}
     for path, value in [*_scenario(scenario).items(), *map(_parsed, overrides)]:
-        _set(tree, path, value)
+        *sections, name = path.split(".")
+        branch = tree
+        for section in sections:
+            branch = branch.setdefault(section, {})
+            if not isinstance(branch, dict):
+                raise ConfigError(path, value, f"{section} is a field, not a section")
+        branch[name] = value
     sim = tree.pop("sim", {})
     try:
         settings = SimSettings.model_validate(sim)
@@ -223,12 +229,3 @@ def _parsed(override: str) -> tuple[str, Any]:
         return path, yaml.safe_load(text) if text else ""
     except yaml.YAMLError:
         raise ConfigError(path, text, "cannot be read as a YAML value") from None
-
-
-def _set(tree: dict[str, Any], path: str, value: Any) -> None:
-    *sections, name = path.split(".")
-    for section in sections:
-        tree = tree.setdefault(section, {})
-        if not isinstance(tree, dict):
-            raise ConfigError(path, value, f"{section} is a field, not a section")
-    tree[name] = value

@@ -187,7 +187,17 @@ class SimulatedEngine:
         while self._running and self._running[0][0] <= over:
             _, _, piece, request = heapq.heappop(self._running)
             self._before -= _before(piece, request)
-            request.sampled.append((piece, self._versions(piece)))
+            counts: dict[int, int] = {}
+            left = piece.tokens
+            for work, version in reversed(self._swaps):
+                since = max(0, int(work - piece.began))  # tokens before this version
+                if since < left:
+                    counts[version] = counts.get(version, 0) + left - since
+                    left = since
+                if not left:
+                    break
+            assert not left, "a server without weights has sampled"
+            request.sampled.append((piece, counts))
             request.left -= 1
             moved[id(request)] = request
             if not request.left:
@@ -198,20 +208,6 @@ class SimulatedEngine:
 
     def _so_far(self, piece: DecodePiece) -> int:
         return max(0, min(piece.tokens, int(self._work - piece.began)))
-
-    def _versions(self, piece: DecodePiece) -> dict[int, int]:
-        """Return version -> tokens of a piece that has ended."""
-        counts: dict[int, int] = {}
-        left = piece.tokens
-        for work, version in reversed(self._swaps):
-            since = max(0, int(work - piece.began))  # tokens before this version
-            if since < left:
-                counts[version] = counts.get(version, 0) + left - since
-                left = since
-            if not left:
-                break
-        assert not left, "a server without weights has sampled"
-        return counts
 
 
 def _before(piece: DecodePiece, request: EngineRequest) -> float:

@@ -155,7 +155,7 @@ class SimulatedTrainer:
             self.lose_notices -= 1
             world.waste(group, "never arrived")
         else:
-            self._held[_name(group)] = group
+            self._held[f"{group.ticket.ticket_id}.{group.ticket.attempt}"] = group
             self._intake.add(group.samples())
             self._carry_out()
             self._propose()
@@ -302,7 +302,3 @@ class SimulatedTrainer:
         locator = f"v{self.version}-{self.incarnation}"
         self.in_use.add(self.version, locator)
         self._world.published(PublishedVersion(self.version, self.incarnation, locator, self.version))
-
-
-def _name(group: GroupRun) -> str:
-    return f"{group.ticket.ticket_id}.{group.ticket.attempt}"

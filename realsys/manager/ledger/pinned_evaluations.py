@@ -141,33 +141,28 @@ class Evaluations:
         for evaluation in self.by_id.values():
             if evaluation.waiting and (version := playable(evaluation)) is not None:
                 evaluation.pinned = version
-                ticket = self._next(evaluation, version)
+                unit, started = evaluation.waiting.popleft(), evaluation.started
+                attempt = evaluation.attempts.get(unit, evaluation.saved.first_attempt - 1) + 1
+                evaluation.attempts[unit] = attempt
+                index, sample = divmod(unit, started.samples)
+                # The first completion of a problem has the seed that it has with one sample.
+                seed = sampling_seed(started.seed, index, *([sample] if sample else []))
+                ticket = Ticket(
+                    _ticket_id(started.eval_id, unit),
+                    attempt,
+                    index,
+                    "eval",
+                    started.split,
+                    1,
+                    seed,
+                    version,
+                    eval_id=started.eval_id,
+                    set=started.set,
+                    sample=sample,
+                )
                 self.running[ticket.ticket_id] = RunningProblem(ticket, evaluation, worker, incarnation, now)
                 return ticket
         return None
-
-    @staticmethod
-    def _next(evaluation: Evaluation, version: int) -> Ticket:
-        """Take the next completion that waits."""
-        unit, started = evaluation.waiting.popleft(), evaluation.started
-        attempt = evaluation.attempts.get(unit, evaluation.saved.first_attempt - 1) + 1
-        evaluation.attempts[unit] = attempt
-        index, sample = divmod(unit, started.samples)
-        # The first completion of a problem has the seed that it has with one sample.
-        seed = sampling_seed(started.seed, index, *([sample] if sample else []))
-        return Ticket(
-            _ticket_id(started.eval_id, unit),
-            attempt,
-            index,
-            "eval",
-            started.split,
-            1,
-            seed,
-            version,
-            eval_id=started.eval_id,
-            set=started.set,
-            sample=sample,
-        )
 
     def running_attempt(self, ticket_id: str, attempt: int) -> RunningProblem | None:
         """Return a running attempt, None if it is over or not of an evaluation."""

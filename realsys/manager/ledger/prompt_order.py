@@ -64,15 +64,11 @@ class Curriculum:
         """Return True if the prompt at ``position`` is taken; ``rate``: its success rate in per mille, or UNSEEN."""
         if rate == UNSEEN or self.low <= rate <= self.high:
             return True
-        return _mixed(seed, position) < self.floor
-
-
-def _mixed(seed: int, position: int) -> float:
-    """Return a number in [0, 1) that looks random: SplitMix64, because a SeedSequence takes 10 µs."""
-    state = (seed * 0xD1342543DE82EF95 + position * 0x9E3779B97F4A7C15 + 0x2545F4914F6CDD1D) & _MASK
-    state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
-    return (state ^ (state >> 31)) / 2.0**64
+        # a number in [0, 1) that looks random: SplitMix64, because a SeedSequence takes 10 µs
+        state = (seed * 0xD1342543DE82EF95 + position * 0x9E3779B97F4A7C15 + 0x2545F4914F6CDD1D) & _MASK
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
+        return ((state ^ (state >> 31)) / 2.0**64) < self.floor
 
 
 _MASK = (1 << 64) - 1

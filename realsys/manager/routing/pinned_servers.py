@@ -78,7 +78,16 @@ class Holds:
         """End or restart an evaluation whose version cannot be kept any longer."""
         evaluations, pinned = self._evaluations, evaluation.pinned
         if pinned is None:
-            self._pin(evaluation)
+            # the oldest version that may sample it, if its server is about to leave it
+            published = self._servers.published
+            leaving = [
+                server.verified.version
+                for server in self._servers.all()
+                if _is_free(server)
+                and self._servers.current(server) not in (None, published)
+                and server.verified is not None
+            ]
+            evaluation.pinned = min((v for v in leaving if v >= evaluation.started.version), default=None)
             return None
         since, seconds = evaluation.saved.held_since, self._rules.seconds
         if since is not None and now >= since + seconds:
@@ -93,18 +102,6 @@ class Holds:
         reason = f"no server has version {pinned} any more"
         return evaluations.lose_version(evaluation, reason, True, now)
 
-    def _pin(self, evaluation: Evaluation) -> None:
-        """Pin an evaluation to the oldest version that may sample it, if its server is about to leave it."""
-        published = self._servers.published
-        leaving = [
-            server.verified.version
-            for server in self._servers.all()
-            if _is_free(server)
-            and self._servers.current(server) not in (None, published)
-            and server.verified is not None
-        ]
-        evaluation.pinned = min((v for v in leaving if v >= evaluation.started.version), default=None)
-
     def _needs_hold(self, evaluation: Evaluation) -> bool:
         """Return True if the servers of its version have a newer one to load."""
         published = self._servers.published
@@ -115,7 +112,11 @@ class Holds:
         if since is None:
             return  # no server has its version yet
         until = since + self._rules.seconds
-        sampling = self._servers_of(evaluation)
+        sampling = set()
+        for problem in self._evaluations.running_of(evaluation):
+            for call in self._reservations.calls(problem.ticket_id):
+                if place := self._reservations.get(problem.ticket_id, call):
+                    sampling.add(place.server)
         before = self._servers.holds
         ready = [server for server in self._serving(evaluation.pinned) if _is_free(server)]
 
@@ -131,15 +132,6 @@ class Holds:
                 if earlier := holds.get(server.name):
                     keeps, end = keeps or earlier.keeps, max(end, earlier.until)
                 holds[server.name] = Hold(end, keeps)
-
-    def _servers_of(self, evaluation: Evaluation) -> set[str]:
-        """Return the servers that have calls of the evaluation."""
-        names = set()
-        for problem in self._evaluations.running_of(evaluation):
-            for call in self._reservations.calls(problem.ticket_id):
-                if place := self._reservations.get(problem.ticket_id, call):
-                    names.add(place.server)
-        return names
 
     def _serving(self, version: int | None) -> Iterator[Server]:
         """Yield the servers with this version of the current trainer, without those in quarantine."""

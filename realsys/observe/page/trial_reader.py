@@ -27,8 +27,7 @@ from realsys.manager.ledger.journal import read_journal
 from realsys.manager.ledger.ledger import Ledger
 from realsys.model_files.config_json import read_model
 from realsys.observe.evaluation_records import headline, incomplete_reason, without_incomplete
-from realsys.observe.events import RESTARTS, Event, EventTail, restarts_in_steps
-from realsys.observe.step_log import StepTail, undone
+from realsys.observe.step_log import RESTARTS, Event, EventTail, StepTail, restarts_in_steps, undone
 from realsys.observe.timeline.why import LAST, last_steps, sentence, sum_of
 
 MOST_NOTES = 200
@@ -59,16 +58,24 @@ class TrialReader:
         self._follow()
         kind, done, total = self.curves.progress
         running = self._is_running()
+        # a launcher that ends writes a summary
+        if self._identity is None:
+            self._identity = identity(self.config, self._paths)
+        times = last_steps(self._paths.steps, LAST)
+        whole = sum_of(times)
+        percents = whole.percents
+        parts = {name: [seconds, percents[name]] for name, seconds in whole.parts.items() if seconds > 0}
         return {
             "experiment": self.config.experiment,
             "trial": self.config.trial,
-            "identity": self._identify(),
-            "state": "running" if running else self._ended(),
+            "identity": self._identity,
+            "state": "running" if running else str(self._summary().get("status") or "killed"),
             "reason": "" if running else str(self._summary().get("reason") or ""),
             "phase": self.curves.phase,
             "phase_since": self.curves.phase_since,
             "progress": {"kind": kind, "done": done, "total": total},
-            **self._split(),
+            "bottleneck": sentence(whole) if times else "",
+            "split": {"steps": len(times), "parts": parts},
             "max_staleness": self.config.asynchronous.max_staleness,
             "evaluations": self.curves.evaluations[::-1],
             "notes": [msgspec.to_builtins(event) for event in reversed(self._events)],
@@ -85,14 +92,6 @@ class TrialReader:
             return {"seen": now}
         return {"seen": now, "columns": self.curves.columns(), "marks": self.curves.marks(self._starts)}
 
-    def _split(self) -> dict[str, Any]:
-        """Return the sentence on the bottleneck, and seconds and percentages of the parts of the last steps."""
-        times = last_steps(self._paths.steps, LAST)
-        whole = sum_of(times)
-        percents = whole.percents
-        parts = {name: [seconds, percents[name]] for name, seconds in whole.parts.items() if seconds > 0}
-        return {"bottleneck": sentence(whole) if times else "", "split": {"steps": len(times), "parts": parts}}
-
     def _follow(self) -> None:
         self.curves.add(self._steps.records())
         for event in self._event_tail.read():
@@ -102,21 +101,12 @@ class TrialReader:
                 self._seen += 1
                 self._starts.append(event)
 
-    def _identify(self) -> list[tuple[str, str]]:
-        if self._identity is None:
-            self._identity = identity(self.config, self._paths)
-        return self._identity
-
     def _summary(self) -> dict[str, Any]:
         try:
             summary = json.loads(self._paths.summary.read_text("utf-8"))
         except (OSError, ValueError):
             return {}
         return summary if isinstance(summary, dict) else {}
-
-    def _ended(self) -> str:
-        """Return the state of a trial without launcher: a launcher that ends writes a summary."""
-        return str(self._summary().get("status") or "killed")
 
     def _count_ledger(self) -> dict[str, Any] | None:
         """Count the tickets of an ended trial from its journal; None if that cannot be read, or is too large."""

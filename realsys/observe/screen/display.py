@@ -21,7 +21,6 @@ from realsys.config.allocation import parse_allocation
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.observe.evaluation_records import headline
-from realsys.observe.events import read_events
 from realsys.observe.percent import percent
 from realsys.observe.screen.plain import PlainView
 from realsys.observe.screen.progress import Record, TrialProgress, mean, number
@@ -34,6 +33,7 @@ from realsys.observe.screen.text_figures import (
     time_split,
     untrained_shares,
 )
+from realsys.observe.step_log import read_events
 
 _RECENT_NOTES = 8
 
@@ -183,7 +183,14 @@ def lines(progress: TrialProgress, frame: Frame, width: int, height: int) -> lis
 
     Head and notes are left out last: a terminal of 9 rows has room for both.
     """
-    head = _head(progress, frame, width)
+    clock = _clock(frame.elapsed_s)
+    name = f"realsys  {frame.name}"
+    title = Text(set_cell_size(name, max(0, width - len(clock) - 1)) + " " + clock, "bold")
+    address = f"status page  {progress.page}" if progress.address else f"folder  {frame.folder}"
+    waits = []
+    if progress.phase in _BEFORE and (missing := _missing(progress.status, frame.expected)):
+        waits = _wrapped(Text(f"waits for {', '.join(missing)}", "dim"), width, 2)
+    head = [_cut(title, width), _cut(_phase(progress, frame), width), *waits, *_wrapped(Text(address), width, 2)]
     notes = _notes(frame, width, max(2, height // 4))
     body = _side_by_side(_training(progress), _asynchrony(progress, frame.max_staleness), width)
     time = [_cut(Text.assemble(("step time  ", "dim"), time_split(_recent(progress.train))), width)]
@@ -198,29 +205,14 @@ def lines(progress: TrialProgress, frame: Frame, width: int, height: int) -> lis
         rows = [*rows[: max(0, room - 1)], Text(f"  and {left} more", "dim")] if room > 0 else []
     room -= len(rows)
     blocks = [block for block in (head, notes, body, [*fixed, *rows]) if block]
-    spaces = [[Text()] if spare else [] for spare in _spares(room, len(blocks) - 1)]
+    spaces = [[Text()] if number < room else [] for number in range(len(blocks) - 1)]
     shown = itertools.chain(*itertools.chain(*itertools.zip_longest(blocks, spaces, fillvalue=[])))
     return list(itertools.islice(shown, max(0, height)))
-
-
-def _spares(room: int, gaps: int) -> list[bool]:
-    return [number < room for number in range(gaps)]
 
 
 def _cut(text: Text, width: int) -> Text:
     text.truncate(width, overflow="ellipsis")
     return text
-
-
-def _head(progress: TrialProgress, frame: Frame, width: int) -> list[Text]:
-    clock = _clock(frame.elapsed_s)
-    name = f"realsys  {frame.name}"
-    title = Text(set_cell_size(name, max(0, width - len(clock) - 1)) + " " + clock, "bold")
-    address = f"status page  {progress.page}" if progress.address else f"folder  {frame.folder}"
-    waits = []
-    if progress.phase in _BEFORE and (missing := _missing(progress.status, frame.expected)):
-        waits = _wrapped(Text(f"waits for {', '.join(missing)}", "dim"), width, 2)
-    return [_cut(title, width), _cut(_phase(progress, frame), width), *waits, *_wrapped(Text(address), width, 2)]
 
 
 def _phase(progress: TrialProgress, frame: Frame) -> Text:
@@ -335,10 +327,11 @@ def _training(progress: TrialProgress) -> list[Text]:
     stats = [("gradient", "grad_norm", ".3f"), ("entropy", "entropy_mean", ".3f")]
     reward = f"{fmt(number(last, 'reward_mean'), '+.3f')} {curve_text(progress.train, 'reward_mean')}"
     same = all(number(record, "reward_mean") == number(record, "accuracy") for record in progress.train)
+    mean_length, cut = number(last, "length_mean"), number(last, "truncated_fraction")
     rows: list[Row] = [
         *([] if same else [("reward", reward)]),  # a reward of 0 and 1 is the accuracy
         ("accuracy", f"{fmt(number(last, 'accuracy'), '.1%')} {curve_text(progress.train, 'accuracy')}"),
-        ("length", _length(last)),
+        ("length", f"{fmt(mean_length, '.0f')} tokens, {fmt(cut, '.0%')} cut off"),
         ("signal", f"{fmt(_with_signal(last), '.0%')} of the groups"),
         *((label, fmt(number(last, "stats", name), spec)) for label, name, spec in stats),
     ]
@@ -357,11 +350,6 @@ def _evaluated(progress: TrialProgress) -> list[Text]:
     ]
 
 
-def _length(last: Record) -> str:
-    mean_length, cut = number(last, "length_mean"), number(last, "truncated_fraction")
-    return f"{fmt(mean_length, '.0f')} tokens, {fmt(cut, '.0%')} cut off"
-
-
 def _with_signal(record: Record) -> float | None:
     equal = number(record, "signal", "equal")
     return None if equal is None else 1.0 - equal
@@ -372,8 +360,9 @@ def _asynchrony(progress: TrialProgress, max_staleness: int) -> list[Text]:
     last: Record = progress.train[-1] if progress.train else {}
     recent = _recent(progress.train)
     stale = f"{fmt(number(last, 'staleness', 'mean'), '.1f')} mean, {fmt(number(last, 'staleness', 'max'), '.0f')} max"
+    known = [v for v in (number(status, "version"), number(last, "version")) if v is not None and v >= 0]
     rows: list[Row] = [
-        ("version", fmt(_published(status, last), ".0f")),
+        ("version", fmt(max(known, default=None), ".0f")),
         ("staleness", f"{stale if last else '-'} (bound {max_staleness})"),
         *(("untrained" if not i else "", text) for i, text in enumerate(_untrained(last))),
     ]
@@ -420,12 +409,6 @@ def _untrained(last: Record) -> list[str | Text]:
         Text(f"{percent(share)} {reason}", "bold red" if too_old and reason in ("stale", "masked") else "")
         for reason, share in shares[:3]
     ] or ["0%"]
-
-
-def _published(status: Record, last: Record) -> float | None:
-    """Return the newest version in the status or the step log; None before the first."""
-    known = [v for v in (number(status, "version"), number(last, "version")) if v is not None and v >= 0]
-    return max(known, default=None)
 
 
 def _rows(entries: object) -> list[Record]:

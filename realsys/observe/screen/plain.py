@@ -55,14 +55,10 @@ def _line(record: Record) -> str:
         case "eval":
             return eval_line(record)
         case "recovered":
-            return recovered_line(record)
+            last = number(record, "step")
+            where = "from the beginning" if last is None or last < 0 else f"after step {last:.0f}"
+            return f"training continues {where}"
     return ""
-
-
-def recovered_line(record: Record) -> str:
-    step = number(record, "step")
-    where = "from the beginning" if step is None or step < 0 else f"after step {step:.0f}"
-    return f"training continues {where}"
 
 
 def warmup_line(record: Record) -> str:

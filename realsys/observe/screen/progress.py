@@ -19,8 +19,7 @@ import aiohttp
 
 from realsys.cluster.aio import full_disk
 from realsys.cluster.names.connect import is_known, make_name_store, trial_names
-from realsys.cluster.names.contract import NameStore
-from realsys.cluster.names.keys import Names
+from realsys.cluster.names.contract import Names, NameStore
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.errors import NameStoreError

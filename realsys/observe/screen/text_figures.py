@@ -91,14 +91,9 @@ def time_split(records: Sequence[Record]) -> str:
     total = mean(records, "seconds", "total")
     if not total:
         return "-"
-    shares = apportioned(mean_time_parts(records), 100)
+    shares = apportioned(time_parts({part: mean(records, "seconds", part) for part in _parts(records)}), 100)
     parts = ", ".join(f"{part} {share}%" for part, share in shares.items() if share)
     return f"{total:.2f} s: {parts}" if parts else f"{total:.2f} s"
-
-
-def mean_time_parts(records: Sequence[Record]) -> dict[str, float]:
-    """Return the mean seconds of each part of a step, with ``other``."""
-    return time_parts({part: mean(records, "seconds", part) for part in _parts(records)})
 
 
 def _parts(records: Sequence[Record]) -> list[str]:

@@ -105,7 +105,9 @@ def read_timeline(folder: Path, window: Window | None = None, kind: str = "") ->
     spans: dict[str, list[TimelineSpan]] = {clock: [] for clock in base}
     unread = 0
     for segment in segments:
-        if window is not None and _is_before(segment, base, window[0]):
+        # between two flushes lie FLUSH_S seconds
+        ends_ns = None if segment.until is None else segment.until + base[segment.header.clock]
+        if window is not None and ends_ns is not None and ends_ns / 1e9 + FLUSH_S < window[0]:
             continue
         read, bad = _spans_of(segment, base[segment.header.clock], window)
         spans[segment.header.clock] += read
@@ -159,13 +161,6 @@ def _folders(folder: Path, kind: str) -> list[Path]:
         return [path for path in folders if not kind or path.name.startswith(f"{kind}-")]
     except OSError:
         return []
-
-
-def _is_before(segment: Segment, base: Mapping[str, int], begin: float) -> bool:
-    """Return True if all spans of a segment end before ``begin``. Between two flushes lie FLUSH_S seconds."""
-    if segment.until is None:
-        return False
-    return (segment.until + base[segment.header.clock]) / 1e9 + FLUSH_S < begin
 
 
 def _spans_of(segment: Segment, base: int, window: Window | None) -> tuple[list[TimelineSpan], int]:

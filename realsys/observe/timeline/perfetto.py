@@ -8,17 +8,16 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, BinaryIO
+from typing import Any
 
 import msgspec
 
 from realsys.config.paths import TrialPaths
 from realsys.errors import ConfigError
-from realsys.observe.events import Event, read_events
 from realsys.observe.spans import SUFFIX
-from realsys.observe.step_log import StepRecord, StepTail
+from realsys.observe.step_log import Event, StepRecord, StepTail, read_events
 from realsys.observe.timeline.clocked_spans import Timeline, TimelineSpan, Window, number_of, read_timeline
-from realsys.observe.timeline.ways import Ways, ticket_named, ways_of
+from realsys.observe.timeline.why import Ways, ticket_named, ways_of
 
 #: size of all spans from which steps must be chosen: a viewer takes about a tenth of that
 _MOST_BYTES = 256 << 20
@@ -59,7 +58,8 @@ def write_trace(paths: TrialPaths, out: Path, wanted: Wanted = Wanted()) -> Writ
         # A viewer shows the time of all spans: a phase of days would hide the chosen steps.
         phases = [span._replace(begin=max(span.begin, begin), end=min(span.end, end)) for span in phases]
     events = [event for event in read_events(paths.events) if event.time <= end]
-    with _opened(out) as file:
+    # mtime 0: the same trace has the same bytes
+    with gzip.GzipFile(out, "wb", mtime=0) if out.suffix == ".gz" else out.open("wb") as file:
         file.write(b'{"displayTimeUnit":"ms","traceEvents":[\n')
         for number, event in enumerate(trace_events(timeline, events, phases)):
             file.write((b",\n" if number else b"") + msgspec.json.encode(event))
@@ -123,17 +123,12 @@ def phases_of(records: Sequence[StepRecord]) -> list[TimelineSpan]:
     return [*phases, TimelineSpan(RUN, name, begin, latest, "", {})] if name else phases
 
 
-def _opened(out: Path) -> BinaryIO:
-    # mtime 0: the same trace has the same bytes.
-    return gzip.GzipFile(out, "wb", mtime=0) if out.suffix == ".gz" else out.open("wb")  # type: ignore[return-value]
-
-
 # ---- JSON of Chrome's trace events, which ui.perfetto.dev and chrome://tracing open
 #
 # process        pid, with its name; the first one has phases and events of the run
 # row            tid, with its name (``lanes_of``)
 # span           event X: begin and duration in microseconds since the first span
-# episode        events s, t, ..., f with one id: arrows through the spans of ``realsys.observe.timeline.ways``
+# episode        events s, t, ..., f with one id: arrows through the spans of ``realsys.observe.timeline.why``
 # event, moment  event i, and X of a microsecond: an arrow must end in a span
 
 
@@ -191,7 +186,17 @@ def trace_events(
     yield from _flows(ways_of(spans), places)
     for event in events:
         if event.time >= begin:
-            yield _instant(event, _us(event.time - begin))
+            name = f"{event.kind} {event.process}".strip()
+            yield {
+                "ph": "i",
+                "s": "g",
+                "name": name,
+                "cat": "event",
+                "ts": _us(event.time - begin),
+                "pid": _RUN_PID,
+                "tid": 0,
+                "args": {"text": event.text},
+            }
 
 
 def _visible(span: TimelineSpan) -> TimelineSpan:
@@ -252,20 +257,6 @@ def _points(way: Iterable[_Place]) -> Iterator[tuple[_Place, float]]:
         if place.end > ts:
             ts = max(ts, place.ts)
             yield place, ts
-
-
-def _instant(event: Event, ts: float) -> TraceEvent:
-    name = f"{event.kind} {event.process}".strip()
-    return {
-        "ph": "i",
-        "s": "g",
-        "name": name,
-        "cat": "event",
-        "ts": ts,
-        "pid": _RUN_PID,
-        "tid": 0,
-        "args": {"text": event.text},
-    }
 
 
 # ---- rows: spans of one process that overlap go to different ones. Pure

@@ -51,7 +51,15 @@ class Trackers:
     async def __aenter__(self) -> Self:
         if self._config.telemetry.trackers:
             try:
-                self._start()
+                read, write = os.pipe()
+                try:
+                    self._child = self._spawn(write)
+                except OSError:
+                    os.close(read)
+                    raise
+                finally:
+                    os.close(write)
+                self._reports = asyncio.create_task(self._watch(self._child, read))
             except OSError as error:
                 self._say(f"the trackers cannot be started: {error}: the run goes on without them")
         return self
@@ -83,17 +91,6 @@ class Trackers:
     def _log(self) -> Path:
         return self._paths.logs / "trackers.log"
 
-    def _start(self) -> None:
-        read, write = os.pipe()
-        try:
-            self._child = self._spawn(write)
-        except OSError:
-            os.close(read)
-            raise
-        finally:
-            os.close(write)
-        self._reports = asyncio.create_task(self._watch(self._child, read))
-
     def _spawn(self, reports: int) -> ChildProcess:
         """Start the process. Its order is in memory and not in a pipe, whose writer would wait for its reader."""
         self._log.parent.mkdir(parents=True, exist_ok=True)
@@ -118,7 +115,9 @@ class Trackers:
 
     async def _watch(self, child: ChildProcess, descriptor: int) -> None:
         """Show the reports until the process has ended, and say so if the run goes on."""
-        await self._show_reports(descriptor)
+        async for text in lines_of(os.fdopen(descriptor, "rb")):
+            with contextlib.suppress(msgspec.DecodeError):
+                self._say(msgspec.json.decode(text, type=str))
         if not self._is_ending and await child.exits_within(_KILL_AFTER_S):
             self._show_failure(child.reap(), ": the run goes on without trackers")
 
@@ -127,12 +126,6 @@ class Trackers:
         if code and not self._has_shown_failure:
             self._has_shown_failure = True
             self._say(f"the process of the trackers {how_it_ended(code)} ({self._log}){consequence}")
-
-    async def _show_reports(self, descriptor: int) -> None:
-        """Show the reports until the process has ended."""
-        async for text in lines_of(os.fdopen(descriptor, "rb")):
-            with contextlib.suppress(msgspec.DecodeError):
-                self._say(msgspec.json.decode(text, type=str))
 
 
 # ---- messages between the launcher and the process of the trackers

@@ -13,7 +13,7 @@ import uuid
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from realsys.observe.points import CURVES
+from realsys.observe.step_fields import CURVES
 from realsys.observe.trackers.contract import Point, Run, Tracker
 
 RUN_ID = "run_id"  # entry of ``Run.state``: the run has its parameters

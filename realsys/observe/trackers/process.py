@@ -25,7 +25,7 @@ import msgspec
 from realsys.cluster.prctl import die_with_parent
 from realsys.config.doors import TRACKER
 from realsys.errors import ConfigError
-from realsys.observe.points import CURVES, metrics_of, step_of
+from realsys.observe.step_fields import CURVES, metrics_of, step_of
 from realsys.observe.step_log import RECOVERED, StepRecord, StepTail
 from realsys.observe.trackers.contract import Point, Run, Tracker
 from realsys.observe.trackers.link import LONGEST_TEXT, TrackerOrder, TrialEnded, line
@@ -52,8 +52,19 @@ def main() -> None:
     followers = [Follower(name, partial(_feed, order, name), say) for name in order.trackers]
     for follower in followers:
         follower.start()
-    ended = _wait_for_end(followers)
-    _finish(followers, ended, say)
+    while not select.select([sys.stdin], [], [], _LOOK_S)[0]:
+        for follower in followers:
+            follower.is_hanging(time.monotonic())
+    text = sys.stdin.buffer.readline()
+    ended = msgspec.json.decode(text, type=TrialEnded) if text else TrialEnded("", 0.0)
+    # say which trackers did not finish, and leave those that hang alone
+    for follower in followers:
+        follower.end(ended.status)
+    deadline = time.monotonic() + ended.finish_s
+    for follower in followers:
+        left = 0.0 if follower.is_hanging(time.monotonic()) else deadline - time.monotonic()
+        if not follower.join(max(0.0, left)):
+            say(f"tracker {follower.name} did not finish within {ended.finish_s:g} s: {LATER}")
     sys.stdout.flush()
     os._exit(0)  # without the handlers of libraries, which may wait for a server
 
@@ -65,26 +76,6 @@ def _feed(order: TrackerOrder, name: str) -> Feed:
     run = Run(order.experiment, order.trial, folder, order.config, order.version)
     make = TRACKER.load(name)
     return Feed(folder / "steps.jsonl", position, run, lambda told: make(told, **order.trackers[name]))
-
-
-def _wait_for_end(followers: list[Follower]) -> TrialEnded:
-    """Wait for the end of the run, and say which tracker hangs."""
-    while not select.select([sys.stdin], [], [], _LOOK_S)[0]:
-        for follower in followers:
-            follower.is_hanging(time.monotonic())
-    text = sys.stdin.buffer.readline()
-    return msgspec.json.decode(text, type=TrialEnded) if text else TrialEnded("", 0.0)
-
-
-def _finish(followers: list[Follower], ended: TrialEnded, say: Callable[[str], None]) -> None:
-    """Have the trackers finish; say which of them did not, and leave those that hang alone."""
-    for follower in followers:
-        follower.end(ended.status)
-    deadline = time.monotonic() + ended.finish_s
-    for follower in followers:
-        left = 0.0 if follower.is_hanging(time.monotonic()) else deadline - time.monotonic()
-        if not follower.join(max(0.0, left)):
-            say(f"tracker {follower.name} did not finish within {ended.finish_s:g} s: {LATER}")
 
 
 # ---- one tracker in a thread: it follows the step log until the run ends, and is made again if it fails

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from realsys.observe.points import CURVES
+from realsys.observe.step_fields import CURVES
 from realsys.observe.trackers.contract import Point, Run, Tracker, argument_problem
 
 RUN_ID = "run_id"  # entry of ``Run.state``
@@ -79,7 +79,19 @@ _WITHOUT_KEY = frozenset({"offline", "disabled", "dryrun"})
 def key_problem(arguments: Mapping[str, Any]) -> str:
     """Return why ``wandb.init`` with ``arguments`` would ask for a key; "" if it would not."""
     given = arguments.get("settings") or {}
-    stored = _settings_files()
+    # settings that ``wandb login`` and ``wandb offline`` have stored; those of this folder win
+    user = Path(os.environ.get("WANDB_CONFIG_DIR") or Path.home() / ".config" / "wandb")
+    here = Path(os.environ.get("WANDB_DIR") or ".")
+    own = here / (".wandb" if (here / ".wandb").exists() else "wandb")
+    stored: dict[str, str] = {}
+    for path in (user / "settings", own / "settings"):
+        parser = configparser.ConfigParser(interpolation=None)
+        try:
+            parser.read_string(path.read_text("utf-8"))
+        except (OSError, configparser.Error, UnicodeDecodeError):
+            continue
+        if parser.has_section("default"):
+            stored |= parser["default"]
     mode = arguments.get("mode") or given.get("mode") or os.environ.get("WANDB_MODE") or stored.get("mode")
     if mode in _WITHOUT_KEY:
         return ""
@@ -109,20 +121,3 @@ def _netrc_path() -> Path:
         return Path(path).expanduser()
     paths = [Path.home() / name for name in (".netrc", "_netrc")]
     return next((path for path in paths if path.exists()), paths[0])
-
-
-def _settings_files() -> dict[str, str]:
-    """Return the settings that ``wandb login`` and ``wandb offline`` have stored; those of this folder win."""
-    user = Path(os.environ.get("WANDB_CONFIG_DIR") or Path.home() / ".config" / "wandb")
-    here = Path(os.environ.get("WANDB_DIR") or ".")
-    own = here / (".wandb" if (here / ".wandb").exists() else "wandb")
-    found: dict[str, str] = {}
-    for path in (user / "settings", own / "settings"):
-        parser = configparser.ConfigParser(interpolation=None)
-        try:
-            parser.read_string(path.read_text("utf-8"))
-        except (OSError, configparser.Error, UnicodeDecodeError):
-            continue
-        if parser.has_section("default"):
-            found |= parser["default"]
-    return found

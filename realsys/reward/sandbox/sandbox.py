@@ -476,16 +476,13 @@ class ZygoteProcess:
         ready, _, _ = select.select([ours], [], [], START_S)
         said = ours.recv(MAX_MESSAGE) if ready else b""
         if not said:
-            words = self._last_words()
+            assert self._process is not None and self._process.stderr is not None
+            self._process.kill()
+            text = self._process.stderr.read(4000).decode("utf-8", "replace").split("\n")
+            words = next((line.strip() for line in reversed(text) if line.strip()), "it said nothing")
             is_denied = self._settings.isolation != NONE and NOT_ALLOWED.search(words)
             raise self.failed(f"did not start: {words}" + (f": {ALLOW}" if is_denied else ""))
         return ours
-
-    def _last_words(self) -> str:
-        assert self._process is not None and self._process.stderr is not None
-        self._process.kill()
-        text = self._process.stderr.read(4000).decode("utf-8", "replace").split("\n")
-        return next((line.strip() for line in reversed(text) if line.strip()), "it said nothing")
 
     def send(self, message: dict[str, Any]) -> None:
         """Tell the zygote. Raises SandboxError."""

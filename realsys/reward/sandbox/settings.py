@@ -80,7 +80,11 @@ def zygote_command(settings: IsolationSettings, control: int, setup: str) -> lis
         command += ["--unshare-user"]
     command += ["--die-with-parent", "--clearenv", "--hostname", "sandbox"]
     paths = readable_paths(settings)
-    for folder in _parents([*paths, "/dev/shm/x", "/realsys/inside", "/tmp/x"]):
+    # each folder behind its own parent
+    folders = {
+        str(parent) for path in [*paths, "/dev/shm/x", "/realsys/inside", "/tmp/x"] for parent in Path(path).parents
+    }
+    for folder in sorted(folders - {"/"}):
         command += ["--perms", "0755", "--dir", folder]  # without this, only the owner could enter them
     for path in paths:
         if os.path.islink(path) and path in _SYSTEM:
@@ -94,12 +98,6 @@ def zygote_command(settings: IsolationSettings, control: int, setup: str) -> lis
     for name, value in environment().items():
         command += ["--setenv", name, value]
     return [*command, "--", python(), "-I", "-S", "-B", "-c", _BOOT, str(control), setup]
-
-
-def _parents(paths: list[str]) -> list[str]:
-    """Return the folders above the paths, each behind its own parent."""
-    folders = {str(parent) for path in paths for parent in Path(path).parents}
-    return sorted(folders - {"/"})
 
 
 def environment() -> dict[str, str]:

@@ -16,9 +16,9 @@ from typing import Any
 import msgspec
 
 from realsys.config.schema import Config
-from realsys.data.layouts.code_tests import CallTest, CodeTests, code_tests_of
+from realsys.data.lines import CallTest, CodeTests, code_tests_of
 from realsys.errors import MALFORMED, ConfigError, DataError, SandboxError
-from realsys.reward.mathematics.final_answers import after_thinking
+from realsys.reward.final_answers import after_thinking
 from realsys.reward.sandbox.inside import unit_tests
 from realsys.reward.sandbox.sandbox import Program, ProgramRaised, Sandbox, SandboxCommand, UnitTests
 from realsys.reward.sandbox.settings import (
@@ -144,7 +144,9 @@ def check_settings(arguments: Mapping[str, Any], config: Config) -> str | None:
         limits = given.limits()
         languages_of(given.languages)
     except MALFORMED as error:
-        return _named(error)
+        # msgspec puts the argument last: ``memory_mb: Expected `float`, got `str` ``
+        text, _, path = str(error).partition(" - at `$.")
+        return f"{path.rstrip('`')}: {text}" if path else text
     except ConfigError as error:
         return f"{error.field}: {error.problem}"
     except ValueError as error:
@@ -155,12 +157,6 @@ def check_settings(arguments: Mapping[str, Any], config: Config) -> str | None:
         return f"reward must be {ALL} or {SHARE}"
     problem = _limits_problem(limits, given.total_s, config.rollout.reward.elapsed_timeout_s)
     return problem or _isolation_problem(given.settings(), limits)
-
-
-def _named(error: Exception) -> str:
-    """Return a message of msgspec with the argument in front: ``memory_mb: Expected `float`, got `str` ``."""
-    text, _, path = str(error).partition(" - at `$.")
-    return f"{path.rstrip('`')}: {text}" if path else text
 
 
 def _limits_problem(limits: RunLimits, total_s: float, elapsed_timeout_s: float) -> str | None:

@@ -119,26 +119,22 @@ def verdict_of(result: object) -> Verdict:
     answer = result.answer
     if answer is not None and not isinstance(answer, str):
         raise TypeError(f"returned a Verdict with answer={reprlib.repr(answer)}: must be a text or None")
-    return Verdict(reward, correct, _metrics_of(result.metrics), bonus, answer and answer[:MAX_ANSWER])
-
-
-def is_metric_name(name: object) -> bool:
-    """Return True for a text that a metric may be called by, in messages and in the step log."""
-    return isinstance(name, str) and name.isprintable() and 0 < len(name) <= MAX_METRIC_NAME
-
-
-def _metrics_of(metrics: object) -> dict[str, float]:
-    if not isinstance(metrics, dict) or len(metrics) > MAX_METRICS:
+    if not isinstance(result.metrics, dict) or len(result.metrics) > MAX_METRICS:
         problem = f"must be a dict with at most {MAX_METRICS} names"
-        raise TypeError(f"returned a Verdict with metrics={reprlib.repr(metrics)}: {problem}")
+        raise TypeError(f"returned a Verdict with metrics={reprlib.repr(result.metrics)}: {problem}")
     checked = {}
-    for name, value in metrics.items():
+    for name, value in result.metrics.items():
         if not is_metric_name(name):
             problem = f"must have 1 to {MAX_METRIC_NAME} printable characters"
             raise TypeError(f"returned a Verdict with the metric name {reprlib.repr(name)}: {problem}")
         # A bool is fine here: its average is a share.
         checked[name] = float(value) if isinstance(value, bool) else _finite(f"returned metric {name!r}", value)
-    return checked
+    return Verdict(reward, correct, checked, bonus, answer and answer[:MAX_ANSWER])
+
+
+def is_metric_name(name: object) -> bool:
+    """Return True for a text that a metric may be called by, in messages and in the step log."""
+    return isinstance(name, str) and name.isprintable() and 0 < len(name) <= MAX_METRIC_NAME
 
 
 def _reward(described: str, value: object) -> float:

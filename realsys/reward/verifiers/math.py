@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from realsys.reward.mathematics.equality import check_reference, is_right
-from realsys.reward.mathematics.final_answers import final_answer, has_format
+from realsys.reward.final_answers import final_answer, has_format
+from realsys.reward.math_equality import check_reference, is_right
 from realsys.reward.verifiers.contract import Item, Verdict, declare
 
 

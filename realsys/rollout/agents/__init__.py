@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from realsys.agent_runner.contract import CAPTURED, is_async, kind_of
 from realsys.config.doors import AGENT
 from realsys.config.schema import Config
 from realsys.data.tokenizer import TextTokenizer
-from realsys.rollout.agents.captured import CapturedAgent, Inside
-from realsys.rollout.agents.captured_processes import AgentProcesses, check_interpreter
+from realsys.rollout.agents.captured import AgentProcesses, CapturedAgent, Inside, check_interpreter
 from realsys.rollout.agents.contract import Agent, AgentParts, Bounded, ClosableAgent
 from realsys.rollout.environments import Environment
 
@@ -23,7 +20,9 @@ def build(config: Config, tokenizer: TextTokenizer, environment: Environment) ->
     if kind_of(loaded)[0] != CAPTURED:
         agent: Agent = AGENT.make(rollout.agent, parts, rollout.agent_args)
         return Bounded(agent, rollout.agent_limits.episode_timeout_s)
-    if _in_processes(config, loaded):
+    # an async run shares the event loop of the RolloutWorker; another one would block it
+    wanted = config.rollout.agent_process
+    if wanted == "always" or (wanted == "auto" and not is_async(loaded)):
         return CapturedAgent(parts, AgentProcesses(rollout))
     with AGENT.guard(rollout.agent, "cannot be built"):
         return CapturedAgent(parts, Inside(loaded, rollout))
@@ -39,9 +38,3 @@ def check(config: Config, tokenizer: TextTokenizer) -> None:
     if check_of_agent is not None:
         with AGENT.guard(rollout.agent, "check raised"):
             check_of_agent(config, tokenizer, **rollout.agent_args)
-
-
-def _in_processes(config: Config, loaded: Any) -> bool:
-    """An async run shares the event loop of the RolloutWorker; another one would block it."""
-    wanted = config.rollout.agent_process
-    return wanted == "always" or (wanted == "auto" and not is_async(loaded))

@@ -85,7 +85,8 @@ class MultiTurn:
             response = self._parts.response(completion, turn=len(verdicts))
             judgement = await self._parts.environment.judge(task, response)
             verdicts.append(judgement.correct)
-            if self._ends(judgement, completion, len(verdicts)):
+            done = judgement.done or judgement.correct is True
+            if done or completion.finish_reason != "stop" or len(verdicts) == self._max_turns:
                 break
             tail = self._tail(task, judgement, completion)
             if len(row) + len(tail) + self._parts.config.generation.sampling.max_new_tokens > self._limit:
@@ -93,10 +94,6 @@ class MultiTurn:
             row.context(tail)
         metrics = _metrics(judgement, verdicts)
         return Episode([row.row()], judgement.reward, judgement.correct, metrics, judgement.answer)
-
-    def _ends(self, judgement: Judgement, completion: Completion, turns: int) -> bool:
-        done = judgement.done or judgement.correct is True
-        return done or completion.finish_reason != "stop" or turns == self._max_turns
 
     def _tail(self, task: Task, judgement: Judgement, completion: Completion) -> list[int]:
         """Tokens of the feedback turn. A completion that ended with an end-of-text token needs no second one."""

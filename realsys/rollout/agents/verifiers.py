@@ -205,7 +205,14 @@ class Assembly:
             raise AgentError(problem)
         trained = [trace for trace in traces.values() if _agent(trace).get("trainable", True)]
         ignored = frozenset(name for name, trace in traces.items() if not _agent(trace).get("trainable", True))
-        return VerifiersOutcome(_reward(trained), _metrics(list(traces.values())), ignored)
+        rewards = [trace["rewards"] for trace in trained if trace.get("rewards")]
+        if not rewards:
+            raise AgentError("the environment gave no reward: a task needs a function with @vf.reward")
+        totals = [sum(one["score"] * one.get("weight", 1.0) for one in by_name.values()) for by_name in rewards]
+        reward = sum(totals) / len(totals)
+        if not math.isfinite(reward):
+            raise AgentError(f"the environment gave the reward {reward}: it must be finite")
+        return VerifiersOutcome(float(reward), _metrics(list(traces.values())), ignored)
 
 
 def _problem(head: Record, traces: list[Record]) -> str:
@@ -226,17 +233,6 @@ def _last_error(record: Record) -> str:
 def _agent(trace: Record) -> Record:
     agent: Record = trace.get("agent") or {}
     return agent
-
-
-def _reward(trained: list[Record]) -> float:
-    rewards = [trace["rewards"] for trace in trained if trace.get("rewards")]
-    if not rewards:
-        raise AgentError("the environment gave no reward: a task needs a function with @vf.reward")
-    totals = [sum(one["score"] * one.get("weight", 1.0) for one in by_name.values()) for by_name in rewards]
-    reward = sum(totals) / len(totals)
-    if not math.isfinite(reward):
-        raise AgentError(f"the environment gave the reward {reward}: it must be finite")
-    return float(reward)
 
 
 def _metrics(traces: list[Record]) -> dict[str, float]:
@@ -261,7 +257,7 @@ def _short(text: str) -> str:
 #                              └─ exits, or no answer in time ──> absent   so does the run that started it
 #
 # A start waits until the back-off after the last end has passed. When the budget of restarts is spent, every run fails
-# at once with the last cause; the worker ends the run when that repeats (``agent_errors``).
+# at once with the last cause; the worker ends the run when that repeats (``rollout.group_player``).
 
 
 log = logging.getLogger(__name__)
@@ -430,7 +426,9 @@ class EnvironmentServer:
             if self._connection is not None and not self._connection.up:
                 await self._end(self._connection)
             if self._connection is None:
-                await self._may_start()
+                if self._not_before is None:
+                    raise self._refusal()
+                await asyncio.sleep(max(0.0, self._not_before - time.monotonic()))
                 self._connection = _Connection(self._environment)
             connection = self._connection
             try:
@@ -439,12 +437,6 @@ class EnvironmentServer:
                 await self._end(connection, f"{error}: ")
                 raise self._refusal() from None
             return connection
-
-    async def _may_start(self) -> None:
-        """Wait for the back-off. Raises AgentError if the restarts are spent."""
-        if self._not_before is None:
-            raise self._refusal()
-        await asyncio.sleep(max(0.0, self._not_before - time.monotonic()))
 
     async def _end(self, connection: _Connection, problem: str = "") -> None:
         """Remove a server that has ended or does not answer, and set the time of the next start."""

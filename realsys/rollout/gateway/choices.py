@@ -201,19 +201,15 @@ class StreamedChoice:
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
-def _byte_alphabet() -> dict[str, int]:
-    """Return the characters by which byte-level vocabularies write bytes: printable ones as themselves."""
-    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(0x100) if byte not in plain]
-    return {chr(byte): byte for byte in plain} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
-
-
 class Vocabulary:
     """Bytes of the tokens of one tokenizer (``dialect.TokenTexts``). They are computed once for each token."""
 
     def __init__(self, tokenizer: TextTokenizer) -> None:
         self._tokenizer = tokenizer
-        self._alphabet = _byte_alphabet()
+        # the characters by which byte-level vocabularies write bytes: printable ones as themselves
+        plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+        others = [byte for byte in range(0x100) if byte not in plain]
+        self._alphabet = {chr(byte): byte for byte in plain} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
         self._bytes: dict[int, bytes] = {}
 
     @cached_property

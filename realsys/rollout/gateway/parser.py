@@ -204,12 +204,8 @@ def check(tool_format: str, reasoning_format: str) -> None:
         ("tool_format", tool_format, formats),
         ("reasoning_format", reasoning_format, lambda: [AUTO, NONE, THINK]),
     ):
-        _check_name(f"rollout.gateway.{field}", value, names)
-
-
-def _check_name(field: str, value: str, names: Callable[[], list[str]]) -> None:
-    if value not in names():
-        raise ConfigError(field, value, f"not known: choose one of {', '.join(names())}")
+        if value not in names():
+            raise ConfigError(f"rollout.gateway.{field}", value, f"not known: choose one of {', '.join(names())}")
 
 
 def _is_good(call: library.ParsedToolCall) -> bool:

@@ -185,11 +185,16 @@ class _Folder:
         if kind == "message":
             self._message(item, path)
         elif kind == "reasoning":
-            self._reasoning(item, path)
+            self._assistant()
+            assert self._open is not None
+            parts = item.get("content") or item.get("summary") or []
+            self._open["reasoning_content"] = _text(parts, f"{path}.content")
         elif kind == "function_call":
             self._function_call(item, path)
         elif kind == "function_call_output":
-            self._output(item, path)
+            call_id = check(item.get("call_id"), request_fields.TEXT, f"{path}.call_id")
+            text = _text(item.get("output"), f"{path}.output")
+            self._append({"role": "tool", "tool_call_id": call_id, "content": text})
         elif kind == "item_reference":
             raise BadRequest(400, "responses are not stored: send the item itself", path)
         else:
@@ -208,12 +213,6 @@ class _Folder:
         assert self._open is not None
         self._open["content"] = text
 
-    def _reasoning(self, item: dict[str, Any], path: str) -> None:
-        self._assistant()
-        assert self._open is not None
-        parts = item.get("content") or item.get("summary") or []
-        self._open["reasoning_content"] = _text(parts, f"{path}.content")
-
     def _function_call(self, item: dict[str, Any], path: str) -> None:
         call_id, name, arguments = (
             check(item.get(key), request_fields.TEXT, f"{path}.{key}") for key in ("call_id", "name", "arguments")
@@ -228,11 +227,6 @@ class _Folder:
             self._assistant()
         assert self._open is not None
         self._open.setdefault("tool_calls", []).append(call)
-
-    def _output(self, item: dict[str, Any], path: str) -> None:
-        call_id = check(item.get("call_id"), request_fields.TEXT, f"{path}.call_id")
-        text = _text(item.get("output"), f"{path}.output")
-        self._append({"role": "tool", "tool_call_id": call_id, "content": text})
 
     def _assistant(self) -> None:
         self._append({"role": "assistant", "content": None})

@@ -157,9 +157,23 @@ def load_checkpoint(role: Role, directory: Path) -> None:
             _load_slot(slot, {part.kind: value for part, value in zip(parts, values, strict=True)})
         assert role.engine.module is not None
         lora.merge(role.engine.module)
-        own = _own_index(role, indexes)
+        same = indexes[0].layout == role.groups.mesh.layout
+        own = next((index for index in indexes if same and index.rank == role.groups.rank), None)
         if own is not None:
-            _load_generators(directory, own)
+            with PieceReader(directory, [own]) as reader:
+                states = {
+                    piece.name: reader.read(GENERATOR, whole_shard(piece.name, piece.whole))
+                    for piece in own.pieces
+                    if piece.kind == GENERATOR
+                }
+            torch.set_rng_state(states["cpu"])
+            if "cuda" in states and torch.cuda.is_available():
+                torch.cuda.set_rng_state(states["cuda"])
+                tracker = megatron_random.get_cuda_rng_tracker()
+                tracked = {
+                    name.removeprefix("tracker/"): s for name, s in states.items() if name.startswith("tracker/")
+                }
+                tracker.set_states(tracked)
     role.load_state_dict(indexes[0].state)  # the same on every rank
 
 
@@ -198,18 +212,13 @@ def _snapshots(role: Role) -> Iterator[TensorSnapshot]:
                 yield from snapshot(kind, slot.shard, value.flatten(), slot.start)
             elif slot.is_first:  # the ranks that hold the other parts have the same number
                 yield from snapshot(NUMBER + kind, whole_shard(slot.shard.name, (1,)), value.reshape(1))
-    for name, value in _generators(role).items():
-        yield from snapshot(GENERATOR, whole_shard(name, tuple(value.shape)), value)
-
-
-def _generators(role: Role) -> dict[str, torch.Tensor]:
-    """Return the states of the random generators of this process, uint8 [n] each."""
     states = {"cpu": torch.get_rng_state()}
     if role.device.is_cuda:
         states["cuda"] = torch.cuda.get_rng_state(role.device.device)
         tracked = megatron_random.get_cuda_rng_tracker().get_states()
         states |= {f"tracker/{name}": value for name, value in tracked.items()}
-    return states
+    for name, value in states.items():
+        yield from snapshot(GENERATOR, whole_shard(name, tuple(value.shape)), value)
 
 
 # ---- load
@@ -262,21 +271,6 @@ def _load_slot(slot: Slot, values: dict[str, torch.Tensor]) -> None:
     held.restore(state)
 
 
-def _load_generators(directory: Path, index: RankIndex) -> None:
-    with PieceReader(directory, [index]) as reader:
-        states = {
-            piece.name: reader.read(GENERATOR, whole_shard(piece.name, piece.whole))
-            for piece in index.pieces
-            if piece.kind == GENERATOR
-        }
-    torch.set_rng_state(states["cpu"])
-    if "cuda" in states and torch.cuda.is_available():
-        torch.cuda.set_rng_state(states["cuda"])
-        tracker = megatron_random.get_cuda_rng_tracker()
-        tracked = {name.removeprefix("tracker/"): s for name, s in states.items() if name.startswith("tracker/")}
-        tracker.set_states(tracked)
-
-
 def _start_phase(role: Role, phase: str | None) -> None:
     """Make the optimizer to load into, with the settings of this trial: its learning rate may have changed."""
     if phase is None:
@@ -298,12 +292,6 @@ def _check_sizes(directory: Path, state: CheckpointState, role: Role, index: Ran
         raise CheckpointError(f"checkpoint {directory}: {role.name} {problem}; {CHECKPOINT.advice}")
     for stem in stems:
         CHECKPOINT.check_size(directory / files.data_file(stem), state.files[files.data_file(stem)])
-
-
-def _own_index(role: Role, indexes: Sequence[RankIndex]) -> RankIndex | None:
-    """Return the index that this rank wrote; None if the layout has changed."""
-    same = indexes[0].layout == role.groups.mesh.layout
-    return next((index for index in indexes if same and index.rank == role.groups.rank), None)
 
 
 # ---- places of a role's training state on this rank: one slot per parameter

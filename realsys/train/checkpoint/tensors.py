@@ -186,21 +186,6 @@ def write_tensors(path: Path, snapshots: Sequence[TensorSnapshot]) -> tuple[File
 # ---- read
 
 
-def check_piece(path: Path, piece: CheckpointPiece, size: int) -> None:
-    """Raise CheckpointError unless this can be a piece of a file of ``size`` bytes."""
-    shapes = (piece.whole, piece.offset, piece.shape)
-    fits = len({len(shape) for shape in shapes}) == 1 and all(
-        0 <= offset <= offset + length <= whole for whole, offset, length in zip(*shapes, strict=True)
-    )
-    if (
-        not (fits and piece.dtype in _ITEM_BYTES)
-        or not 0 <= piece.start <= piece.stop <= math.prod(piece.shape)
-        or piece.size != (piece.stop - piece.start) * _ITEM_BYTES[piece.dtype]
-        or not 0 <= piece.position <= size - piece.size
-    ):
-        raise CheckpointError(f"{path}: its index lists a piece that it cannot have: {piece}; use an older checkpoint")
-
-
 class PieceReader:
     """Reader of any part of any tensor of one role, from the files of all ranks. A context manager.
 
@@ -214,7 +199,20 @@ class PieceReader:
         for index in indexes:
             path = directory / data_file(rank_stem(index.role, index.rank, index.layout.world_size))
             for piece in index.pieces:
-                check_piece(path, piece, index.file.size)
+                # it must be able to be a piece of a file of this size
+                shapes = (piece.whole, piece.offset, piece.shape)
+                fits = len({len(shape) for shape in shapes}) == 1 and all(
+                    0 <= offset <= offset + length <= whole for whole, offset, length in zip(*shapes, strict=True)
+                )
+                if (
+                    not (fits and piece.dtype in _ITEM_BYTES)
+                    or not 0 <= piece.start <= piece.stop <= math.prod(piece.shape)
+                    or piece.size != (piece.stop - piece.start) * _ITEM_BYTES[piece.dtype]
+                    or not 0 <= piece.position <= index.file.size - piece.size
+                ):
+                    raise CheckpointError(
+                        f"{path}: its index lists a piece that it cannot have: {piece}; use an older checkpoint"
+                    )
                 boxes = self._boxes.setdefault((piece.kind, piece.name), {})
                 boxes.setdefault(TensorBox(piece.offset, piece.shape), []).append((path, piece))
                 self._kinds.setdefault(piece.name, {})[piece.kind] = piece.whole

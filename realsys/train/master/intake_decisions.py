@@ -145,7 +145,17 @@ class IntakeState:
 
     def add(self, samples: Sequence[SampleMeta]) -> None:
         """Take samples that have arrived. Copies of a group, and groups of another trainer, are refused."""
-        samples = self._select_current(samples)
+        # the DP heads usually refuse samples of another trainer
+        foreign = [sample for sample in samples if sample.trainer_incarnation != self.trainer_incarnation]
+        if foreign:
+            self._refused += len(foreign)
+            self.departures.free.extend(foreign)
+            self.losses.lose(COPY, foreign)
+            first = foreign[0]
+            log.warning(
+                "refused %d samples of trainer %r, of %s", len(foreign), first.trainer_incarnation, first.ticket_id
+            )
+        samples = [sample for sample in samples if sample.trainer_incarnation == self.trainer_incarnation]
         added = self.buffer.add(samples)
         if added.rejected:
             log.warning("refused %d samples that arrived twice, of %s", added.rejected, samples[0].ticket_id)
@@ -199,22 +209,6 @@ class IntakeState:
                 owner = samples[0].owner
                 held = [sample for sample in samples if sample.owner == owner]
                 self.departures.kept[owner] = KeepDroppedRequest(reason, self.version, held)
-
-    def _select_current(self, samples: Sequence[SampleMeta]) -> list[SampleMeta]:
-        """Return the samples granted under this trainer, and count the others; the DP heads
-        usually refuse those.
-        """
-        current = [sample for sample in samples if sample.trainer_incarnation == self.trainer_incarnation]
-        foreign = [sample for sample in samples if sample.trainer_incarnation != self.trainer_incarnation]
-        if foreign:
-            self._refused += len(foreign)
-            self.departures.free.extend(foreign)
-            self.losses.lose(COPY, foreign)
-            first = foreign[0]
-            log.warning(
-                "refused %d samples of trainer %r, of %s", len(foreign), first.trainer_incarnation, first.ticket_id
-            )
-        return current
 
     def observe_lost(self, tokens: Mapping[str, int], lengths: Counter[int]) -> None:
         """Count tokens that workers did not push, by reason, and the lengths of the completions that did not fail."""

@@ -23,7 +23,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -36,22 +36,21 @@ from realsys.config.schema import Config
 from realsys.errors import PromptsUsedUp
 from realsys.manager.client import ManagerClient
 from realsys.manager.ledger.tickets import ticket_ranges
-from realsys.manager.messages import TrainedRequest
+from realsys.manager.messages import ClaimRequest, TrainedRequest
 from realsys.observe import spans
 from realsys.observe.signal import DriftWatch, SignalWatch
 from realsys.observe.spans import span
 from realsys.observe.step_log import USED_UP
-from realsys.train.master.agreement import AgreementMonitor
-from realsys.train.master.call_plan import CallArguments
 from realsys.train.master.executor import CallResult
-from realsys.train.master.intake import Intake
-from realsys.train.master.intake_decisions import TrainBatch
+from realsys.train.master.intake_decisions import IntakeState, TrainBatch
+from realsys.train.master.model_workers import ModelWorkers
 from realsys.train.master.publish import Publisher
 from realsys.train.master.recorder import check_finite
 from realsys.train.master.recovery import due_sets, eval_id_of
-from realsys.train.master.request_evaluations import EvaluationRequests
-from realsys.train.master.step import StepRunner
+from realsys.train.master.request_evaluations import EvaluationRequests, Repair
+from realsys.train.master.step import CallArguments, StepRunner
 from realsys.train.master.step_statistics import (
+    AgreementMonitor,
     Increase,
     StepLog,
     batch_statistics,
@@ -61,6 +60,7 @@ from realsys.train.master.step_statistics import (
     untrained_shares,
 )
 from realsys.train.master.stopping import Stopping
+from realsys.types import SampleMeta
 
 log = logging.getLogger(__name__)
 
@@ -226,7 +226,12 @@ class TrainLoop:
             statistics = await self._report_trained(step, batch)
         seconds |= {"save": times["save"], "publish": times["publish"] + watch.lap()}
         with span("save", f"step/{step}"):
-            await self._save(step)
+            # The manager must know of the step before: a checkpoint says that its tickets are trained, so after a
+            # recovery from it the ledger must not issue them again.
+            every = self._config.checkpoint.hf_every_steps
+            if every and step % every == 0:
+                await self._parts.publisher.export(self._hf_folder / f"step-{step}")
+            await self._parts.checkpoints.after_step(step)
         seconds |= {"checkpoint": watch.lap(), "total": watch.total()}
         record = self._record(step, batch, args, results) | train_record(statistics, seconds, results)
         parts.step_log.append({"kind": "train", "time": time.time(), **record})
@@ -323,17 +328,6 @@ class TrainLoop:
             "memory": reply.memory,
         }
 
-    async def _save(self, step: int) -> None:
-        """Write the export and the checkpoint that are due after ``step``.
-
-        The manager must know of the step before: a checkpoint of ``step`` says that its tickets are
-        trained, so after a recovery from it the ledger must not issue them again.
-        """
-        every = self._config.checkpoint.hf_every_steps
-        if every and step % every == 0:
-            await self._parts.publisher.export(self._hf_folder / f"step-{step}")
-        await self._parts.checkpoints.after_step(step)
-
     def _out_of_time(self) -> bool:
         limit = self._config.train.max_seconds
         return bool(limit) and time.monotonic() - self._started > limit
@@ -374,3 +368,115 @@ def planned_steps(config: Config, train_prompts: int) -> int:
     if config.train.total_epochs:
         steps = min(steps, max(1, config.train.total_epochs * train_prompts // config.train.batch_groups))
     return steps
+
+
+# ---- the shell of the intake: carries the decisions of ``IntakeState`` to the manager and to the workers
+#
+#     notices ──on_samples──> IntakeState ──next_batch──> claimed at the manager ──> groups of one step
+#                                  └──report_drops──> reported to the manager, which reissues or replaces them; freed
+#
+# Consumes the notices of the DP heads. ``next_batch`` waits for the groups of a batch; each arrival
+# unblocks it. ``report_drops`` runs while the steps run, so a group that is dropped on arrival frees
+# its quota before the step ends.
+
+
+_STATUS_INTERVAL_S = 5.0  # between two reads of the manager's status while no group arrives
+
+
+class Intake:
+    """The groups between the stream and the steps. ``state`` decides about them."""
+
+    def __init__(self, state: IntakeState, workers: ModelWorkers, manager: ManagerClient, repair: Repair) -> None:
+        """``repair``: called with the manager's status while no group arrives."""
+        self.state = state
+        self._workers = workers
+        self._manager = manager
+        self._repair = repair
+        self._arrived = asyncio.Event()
+        self._work_left = asyncio.Event()  # wakes report_drops
+
+    def on_samples(self, samples: Sequence[SampleMeta]) -> None:
+        """Take the samples of a notice `samples_arrived`."""
+        self.state.add(samples)
+        if self.state.departures:
+            self._work_left.set()
+        self._arrived.set()
+
+    async def report_drops(self) -> None:
+        """Report and free the groups that were dropped on arrival, until cancelled."""
+        while True:
+            await self._work_left.wait()
+            self._work_left.clear()
+            await self._carry_out()
+
+    async def next_batch(self, version: int) -> TrainBatch:
+        """Wait for the groups of a batch to train on top of ``version``, and claim them.
+
+        Raises StuckError when no further batch can come, PromptsUsedUp if that is the end of the epochs, and
+        WaitTimeout with the manager's state when no group arrives for ``cluster.request_timeout_s``.
+        """
+        while True:
+            # Cleared before the buffer is read: a group that arrives in between must not go
+            # unnoticed.
+            self._arrived.clear()
+            tickets = self.state.propose(version)
+            await self._carry_out()
+            if not tickets:
+                await self._next_group()
+                continue
+            request = ClaimRequest(version + 1, tickets, self.state.trainer_incarnation)
+            batch = self.state.conclude((await self._manager.claim(request)).gone)
+            await self._carry_out()
+            if batch is not None:
+                if batch.masked:
+                    assert batch.oldest_trained is not None, "tokens are masked under policies mask and drop only"
+                    await self._workers.mask(_by_owner(batch.masked), batch.oldest_trained)
+                return batch
+
+    async def _next_group(self) -> None:
+        """Wait until samples arrive.
+
+        Every few seconds check that some still can. Raises PromptsUsedUp, StuckError, WaitTimeout.
+        """
+        self.state.begin_wait(time.monotonic())
+        while not await self._arrival(min(_STATUS_INTERVAL_S, self.state.settings.timeout_s)):
+            # The manager counts a group that was lost in transit as finished, so it grants no
+            # other. Only this report shows the loss.
+            if lost := (await self._manager.trained(self._request(held=self.state.held()))).lost:
+                log.warning("%d groups never arrived and are reissued: %s", len(lost), ", ".join(lost[:20]))
+            status = await self._manager.status()
+            await self._repair(status)
+            self.state.check_wait(status, time.monotonic())
+
+    async def _arrival(self, timeout_s: float) -> bool:
+        """Return True if samples arrive within ``timeout_s``."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._arrived.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    async def _carry_out(self) -> None:
+        """Report the groups that will not be trained, and free their samples on the workers that received them."""
+        # Taken out before the first await: on_samples may append while a report is on its way.
+        departures = self.state.depart()
+        if departures.dropped or departures.stale:
+            await self._manager.trained(self._request(dropped=departures.dropped, stale=departures.stale))
+            self.state.reported(departures)
+        if departures.free:
+            # Sent in this order, and workers serve requests in order: a group is kept before it is cleared.
+            kept = [self._workers.keep_dropped(departures.kept)] if departures.kept else []
+            await asyncio.gather(*kept, self._workers.clear(_by_owner(departures.free)))
+
+    def _request(self, **fields: Any) -> TrainedRequest:
+        version = self.state.version
+        return TrainedRequest(version, version, incarnation=self.state.trainer_incarnation, **fields)
+
+
+def _by_owner(samples: Sequence[SampleMeta]) -> dict[int, list[str]]:
+    """Return worker -> ids of the samples that it holds, sorted by worker."""
+    ids: dict[int, list[str]] = {}
+    for sample in samples:
+        ids.setdefault(sample.owner, []).append(sample.sample_id)
+    return dict(sorted(ids.items()))

@@ -187,37 +187,34 @@ class Publisher:
 
     async def _spanned(self, version: int, step: int, saved: Saved | None) -> None:
         with span("publish", f"version/{version}"):
-            await self._publish(version, step, saved)
-
-    async def _publish(self, version: int, step: int, saved: Saved | None) -> None:
-        start = time.perf_counter()
-        base = await self._on_disk(version, self._base)
-        committed, replies = await self._write(version, step, base)
-        if saved is not None:
-            saved(version, replies)
-        locator = committed.locator
-        failpoint("weights.publish", Path(locator))
-        if problem := await self._on_disk(version, lambda: _problem(lambda: self._weights.check(locator))):
-            log.error("%s was damaged as it was written: %s; it is written again", locator, problem)
-            committed, _ = await self._write(version, step, "", replace=locator)
-        published = PublishedVersion(version, self._incarnation, locator, step, self._transport)
-        await self._version_key.set(published)
-        self.newest = published
-        self._in_use.add(version, locator)
-        self._repairs = 0
-        self._verified = False
-        in_use = self._in_use.locators()
-        removed = await self._on_disk(version, lambda: self._weights.prune(in_use))
-        self._log_once(removed.problems)
-        log.info(
-            "published version %d (%s) in %.3f s, %.1f of %.1f MB written, pruned %d",
-            version,
-            locator.rpartition("/")[2],
-            time.perf_counter() - start,
-            committed.written / 1e6,
-            committed.size / 1e6,
-            len(removed.gone),
-        )
+            start = time.perf_counter()
+            base = await self._on_disk(version, self._base)
+            committed, replies = await self._write(version, step, base)
+            if saved is not None:
+                saved(version, replies)
+            locator = committed.locator
+            failpoint("weights.publish", Path(locator))
+            if problem := await self._on_disk(version, lambda: _problem(lambda: self._weights.check(locator))):
+                log.error("%s was damaged as it was written: %s; it is written again", locator, problem)
+                committed, _ = await self._write(version, step, "", replace=locator)
+            published = PublishedVersion(version, self._incarnation, locator, step, self._transport)
+            await self._version_key.set(published)
+            self.newest = published
+            self._in_use.add(version, locator)
+            self._repairs = 0
+            self._verified = False
+            in_use = self._in_use.locators()
+            removed = await self._on_disk(version, lambda: self._weights.prune(in_use))
+            self._log_once(removed.problems)
+            log.info(
+                "published version %d (%s) in %.3f s, %.1f of %.1f MB written, pruned %d",
+                version,
+                locator.rpartition("/")[2],
+                time.perf_counter() - start,
+                committed.written / 1e6,
+                committed.size / 1e6,
+                len(removed.gone),
+            )
 
     def keep(self, versions: Sequence[int]) -> None:
         """Keep from now on the versions in use, as the manager names them, and all newer ones."""

@@ -107,6 +107,11 @@ class StepRecorder:
         """Start the record of ``step``. Call it before the calls of the step are sent."""
         start = time.perf_counter()
         arrays = array_holders(groups, flow, plans, self._meshes)
+        # the assignment of samples to ranks
+        ids = {
+            role: [[[ref.sample_id for ref in part] for part in minibatch] for minibatch in plan]
+            for role, plan in sorted(plans.items())
+        }
         record = StepRecord(
             step=step,
             version=step - 1,
@@ -114,7 +119,7 @@ class StepRecorder:
             incarnation=self._incarnation,
             groups=groups,
             calls=[call.name for call in flow.calls],
-            plan=plan_digest(plans),
+            plan=xxhash.xxh3_64_hexdigest(msgspec.json.encode(ids)),
             args=dict(args),
             stats={},
             scores={},
@@ -342,12 +347,3 @@ def array_holders(
             for dp, refs in parts:
                 add(last_stage(meshes[call.role], dp)[0], key, [ref.sample_id for ref in refs])
     return holders
-
-
-def plan_digest(plans: Mapping[str, Minibatches]) -> str:
-    """Return the xxh3-64 of the assignment of samples to ranks, in hex."""
-    ids = {
-        role: [[[ref.sample_id for ref in part] for part in minibatch] for minibatch in plan]
-        for role, plan in sorted(plans.items())
-    }
-    return xxhash.xxh3_64_hexdigest(msgspec.json.encode(ids))

@@ -32,11 +32,10 @@ from realsys.errors import RecordError
 from realsys.model_calls import SNAPSHOT, InitializeRequest
 from realsys.train import record_files as files
 from realsys.train.checkpoint.checkpoint_files import complete_checkpoints, find_checkpoint, read_state
-from realsys.train.master.agreement import PREFIX as AGREEMENT
-from realsys.train.master.call_plan import cost_functions, plan_roles
 from realsys.train.master.model_workers import ModelWorkers
 from realsys.train.master.recorder import StepRecorder
-from realsys.train.master.step import StepRunner
+from realsys.train.master.step import StepRunner, cost_functions, plan_roles
+from realsys.train.master.step_statistics import AGREEMENT
 from realsys.train.record_files import Arrays, StepRecord, checksum
 from realsys.train.requests import LoadCheckpointRequest, LoadRecordRequest, Recorded
 from realsys.train.worker.data_manager import Array
@@ -126,15 +125,6 @@ class Replay:
 
     async def run(self) -> ReplayResult:
         """Replay and compare the steps. Raises RecordError for a damaged record, CheckpointError, ModelError."""
-        await self._load()
-        comparisons: list[StepComparison] = []
-        for step in self._job.steps:
-            comparisons.append(await self._repeat(step))
-            if not comparisons[-1].equal:
-                break
-        return ReplayResult(comparisons)
-
-    async def _load(self) -> None:
         config = self._config
         trained = {*self._flow.trained_roles, *([ACTOR] if config.warmup.steps else [])}
         requests = [
@@ -147,6 +137,12 @@ class Replay:
             loads = [LoadCheckpointRequest(role, self._job.checkpoint) for role in roles]
             await asyncio.gather(*(self._workers.load_checkpoint(load) for load in loads))
         log.info("loaded %s", self._job.checkpoint or "the models that the trial began with")
+        comparisons: list[StepComparison] = []
+        for step in self._job.steps:
+            comparisons.append(await self._repeat(step))
+            if not comparisons[-1].equal:
+                break
+        return ReplayResult(comparisons)
 
     async def _repeat(self, step: int) -> StepComparison:
         began = time.perf_counter()

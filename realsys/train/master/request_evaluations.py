@@ -14,16 +14,30 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from realsys.config.evaluation_sets import EvaluationSet, id_of_set
+from realsys.cluster.aio import on_disk
+from realsys.cluster.worker import WorkerContext
+from realsys.config.evaluation_sets import EvaluationSet, evaluation_sets, id_of_set
 from realsys.config.schema import Config
 from realsys.config.schema_data import HELD_OUT
-from realsys.errors import RecordError, StuckError, WaitTimeout
+from realsys.errors import RecordError, StuckError, WaitTimeout, WeightsError
 from realsys.manager.client import ManagerClient
-from realsys.manager.messages import EvaluateRequest, EvaluationReply
+from realsys.manager.messages import EvaluateRequest, EvaluationReply, RollBackRequest
 from realsys.observe import spans
-from realsys.observe.evaluation_records import EvalSample, EvaluationOutcome, collect, majority_of, record, write_result
-from realsys.observe.evaluation_statistics import Tally
-from realsys.reward.compare_answers import AnswerComparer
+from realsys.observe.evaluation_records import (
+    EvalSample,
+    EvaluationOutcome,
+    Tally,
+    collect,
+    majority_of,
+    record,
+    write_result,
+)
+from realsys.reward.pool import AnswerComparer
+from realsys.train.master.publish import VersionKey, unserved
+from realsys.train.master.recovery import NOTHING
+from realsys.train.master.step_statistics import RunStatus, StepLog
+from realsys.types import PublishedVersion
+from realsys.weights.disk.plain_folders import adopt, step_of, verify
 
 log = logging.getLogger(__name__)
 
@@ -197,17 +211,6 @@ class EvaluationRequests:
             elif self._writing[eval_id].done():
                 del self._running[eval_id]
                 records.append(self._writing.pop(eval_id).result())
-        self._check_progress(states)
-        for eval_id, state in states.items():
-            if state.ended:
-                self._write(eval_id, self._running[eval_id], state)
-        return records
-
-    def _check_progress(self, states: Mapping[str, EvaluationReply]) -> None:
-        """Raise WaitTimeout if no completion of any evaluation has ended for the time limit.
-
-        A large evaluation may take any time, and the manager samples one evaluation after the other.
-        """
         now = time.monotonic()
         progress = {name: (state.restarts, state.done + state.failed, state.ended) for name, state in states.items()}
         if any(self._progress.get(name) != reached for name, reached in progress.items()):
@@ -219,6 +222,10 @@ class EvaluationRequests:
                 f"master_worker: evaluation {', '.join(parts)}, and no new one for {self._timeout_s:g} s "
                 f"({sum(state.failed for state in states.values())} failed); see the logs of the rollout workers"
             )
+        for eval_id, state in states.items():
+            if state.ended:
+                self._write(eval_id, self._running[eval_id], state)
+        return records
 
     def _write(self, eval_id: str, running: _Requested, state: EvaluationReply) -> None:
         """Store an ended evaluation in a thread, while training continues."""
@@ -260,3 +267,65 @@ def outcome_of(state: EvaluationReply) -> EvaluationOutcome:
         metrics=state.metrics,
         restarts=state.restarts,
     )
+
+
+# ---- evaluation run ----------------------------------------------------------------------------------------------
+#
+# One run of `realsys eval`: the model's files become a weight version, which the servers load and RolloutWorkers play.
+#
+# adopt the model ─> roll back (starts the ledger) ─> publish ─> evaluate ─> done
+
+
+EVAL_ID = "eval"  # first part of the names of its evaluations
+
+
+class EvaluationRun:
+    """The phases of an evaluation without training."""
+
+    def __init__(self, ctx: WorkerContext, manager: ManagerClient, step_log: StepLog) -> None:
+        self._ctx = ctx
+        self._manager = manager
+        self._log = step_log
+        self._status = RunStatus(ctx, step_log)
+        self._timeout_s = ctx.config.cluster.request_timeout_s
+        self._evaluations = EvaluationRequests(
+            manager,
+            trainer_incarnation=ctx.incarnation,
+            config=ctx.config,
+            repair=self.check_weights,
+            writer=ResultWriter(ctx.config, ctx.paths.evaluations),
+        )
+
+    async def run(self) -> None:
+        """Evaluate, and write the results to the step log. Raises RealsysError."""
+        await self._status.enter("load")
+        published = await on_disk(f"reading {self._model}", self._timeout_s, self._adopt)
+        await self._manager.roll_back(RollBackRequest(NOTHING, NOTHING, self._ctx.incarnation))
+        ctx = self._ctx
+        key = VersionKey(ctx.store, ctx.names.model_version(), ctx.config.cluster.lease_s, ctx.check_alive)
+        await key.set(published)
+        self._published = published
+        await self._status.enter("evaluate")
+        sets = {name: made for name, made in evaluation_sets(self._ctx.config).items() if made.problems}
+        for entry in await self._evaluations.run(EVAL_ID, sets, published.step):
+            self._log.append(entry)
+        await self._status.enter("done")
+
+    @property
+    def _model(self) -> Path:
+        return self._ctx.paths.base_model(self._ctx.config)
+
+    def _adopt(self) -> PublishedVersion:
+        ctx, step = self._ctx, step_of(self._model)
+        folder = adopt(self._model, ctx.paths.weights(), step, ctx.incarnation, check_alive=ctx.check_alive)
+        return PublishedVersion(step, ctx.incarnation, str(folder), step, ctx.config.weights.transport)
+
+    async def check_weights(self, status: Mapping[str, Any]) -> None:
+        """End the run if no server can load the weights because the model was changed. Raises WeightsError."""
+        published = self._published
+        if unserved(status, published.version):
+            folder = Path(published.locator)
+            try:
+                await on_disk(f"verifying {folder}", self._timeout_s, lambda: verify(folder, published.version))
+            except WeightsError as error:
+                raise WeightsError(f"{self._model} has changed since the start: {error}") from None

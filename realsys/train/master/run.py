@@ -27,20 +27,17 @@ from realsys.config.dataflow import Dataflow, dataflow_of, role_settings, saved_
 from realsys.config.evaluation_sets import evaluation_sets, id_of_set
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
-from realsys.data.dataset_files import dataset_files
-from realsys.data.prompts import DemoDataset, PromptDataset
+from realsys.data.prompts import DemoDataset, PromptDataset, dataset_files
 from realsys.data.tokenizer import TextTokenizer
 from realsys.errors import StreamError
 from realsys.manager.client import ManagerClient
 from realsys.manager.messages import RollBackRequest
 from realsys.model_calls import InitializeRequest, SamplesArrived
 from realsys.observe.step_log import StepRecord, surviving_steps
-from realsys.train.master.call_plan import CallArguments, cost_functions, plan_roles
 from realsys.train.master.checkpoints import Checkpoints, CheckpointSources
 from realsys.train.master.executor import GraphExecutor
-from realsys.train.master.intake import Intake
 from realsys.train.master.intake_decisions import IntakeSettings, IntakeState
-from realsys.train.master.loop import TrainLoop, TrainLoopParts, planned_steps
+from realsys.train.master.loop import Intake, TrainLoop, TrainLoopParts, planned_steps
 from realsys.train.master.model_workers import ModelWorkers
 from realsys.train.master.publish import Publisher, VersionKey
 from realsys.train.master.recorder import StepRecorder
@@ -54,7 +51,7 @@ from realsys.train.master.recovery import (
     unanswered,
 )
 from realsys.train.master.request_evaluations import EvaluationRequests, ResultWriter, require_completions
-from realsys.train.master.step import StepRunner, Warmup, WarmupParts
+from realsys.train.master.step import CallArguments, StepRunner, Warmup, WarmupParts, cost_functions, plan_roles
 from realsys.train.master.step_statistics import RunStatus, StepLog
 from realsys.train.master.stopping import Stopping
 from realsys.train.requests import Recorded
@@ -78,7 +75,32 @@ class MasterRun:
         self._stop = stop
         self._status = parts.status
         self._log = parts.connections.step_log
-        self._loop = build_loop(ctx, parts, stop)
+        config, stream = ctx.config, parts.connections.stream
+        decisions = IntakeState(IntakeSettings.of(config), ctx.incarnation)
+        intake = Intake(decisions, parts.workers, parts.connections.manager, parts.publisher.repair)
+        stream.on_notice("samples_arrived", SamplesArrived, lambda notice: intake.on_samples(notice.samples))
+        recorder = StepRecorder(config, ctx.paths, parts.meshes, parts.workers, ctx.incarnation, ctx.check_alive)
+        stream.on_notice("recorded", Recorded, recorder.written)
+        plan = functools.partial(plan_roles, config, parts.meshes, parts.costs)
+        recorder_in_use = recorder if config.record.keep_steps else None
+        self._loop = TrainLoop(
+            config,
+            TrainLoopParts(
+                runner=StepRunner(config, parts.flow, parts.meshes, plan, parts.workers, recorder_in_use),
+                stopping=Stopping(stop, parts.workers, ctx.paths.stopping),
+                intake=intake,
+                arguments=parts.arguments,
+                publisher=parts.publisher,
+                manager=parts.connections.manager,
+                evaluations=parts.evaluations,
+                checkpoints=parts.checkpoints,
+                step_log=parts.connections.step_log,
+                show=parts.status.show,
+            ),
+            hf_folder=ctx.paths.root / "hf",
+            total_steps=parts.total_steps,
+            stop=stop,
+        )
         self._sets = evaluation_sets(ctx.config)
 
     async def run(self) -> None:
@@ -102,11 +124,21 @@ class MasterRun:
         again.
         """
         parts, cluster = self._parts, self._ctx.config.cluster
-        start = await self._find_start()
+        root = self._ctx.paths.checkpoints
+        resumed_from = read_start(self._ctx.paths.start).resumed_from
+        # One process verifies what all ranks wrote, so it gets the time that one call gives to each
+        # rank.
+        timeout_s = self._ctx.config.cluster.request_timeout_s * self._parts.world_size
+        start = await on_disk(f"verifying {root}", timeout_s, lambda: find_start(root, resumed_from))
         requested = await self._roll_back(start)
         await self._status.enter("connect")
         await parts.connections.stream.barrier(range(parts.world_size), cluster.connect_timeout_s)
-        followers = self._followers(start)
+        # a reference loaded before the warm-up would be the untrained model, and its KL would pull the actor back to it
+        followers = (
+            []
+            if start.checkpoint or not self._ctx.config.warmup.steps
+            else [role for role in self._parts.meshes if role_settings(self._ctx.config, role).as_actor]
+        )
         await self._status.enter("load")
         await self._initialize((role for role in parts.meshes if role not in followers), self._model_dir)
         done = await self._begin(start)
@@ -122,16 +154,10 @@ class MasterRun:
             await self._evaluate("before", done)
         await self._status.enter("train")
         if start.own:
-            await self._repeat_evaluations(requested, done)
+            # the results of these were lost with the predecessor of this trainer
+            for eval_id, step in unanswered(self._records(), requested, done, self._sets, self._parts.total_steps):
+                await self._loop.start_evaluation(eval_id, step, requested_at=done)
         return done
-
-    async def _find_start(self) -> TrainingStart:
-        root = self._ctx.paths.checkpoints
-        resumed_from = read_start(self._ctx.paths.start).resumed_from
-        # One process verifies what all ranks wrote, so it gets the time that one call gives to each
-        # rank.
-        timeout_s = self._ctx.config.cluster.request_timeout_s * self._parts.world_size
-        return await on_disk(f"verifying {root}", timeout_s, lambda: find_start(root, resumed_from))
 
     async def _roll_back(self, start: TrainingStart) -> list[str]:
         """Undo everything later than ``start``; return the ids of all evaluations that were ever
@@ -162,16 +188,6 @@ class MasterRun:
     def _model_dir(self, role: str) -> Path:
         return model_dir(self._ctx.config, self._ctx.paths, role)
 
-    def _followers(self, start: TrainingStart) -> list[str]:
-        """Return the roles that are copies of the warmed-up actor, such as the reference.
-
-        A reference loaded before the warm-up would be the untrained model, and its KL would pull
-        the actor back to it.
-        """
-        if start.checkpoint or not self._ctx.config.warmup.steps:
-            return []
-        return [role for role in self._parts.meshes if role_settings(self._ctx.config, role).as_actor]
-
     async def _initialize(self, roles: Iterable[str], directory: Callable[[str], Path]) -> None:
         """Load ``roles`` on their meshes, each from ``directory(role)``."""
         trained = set(self._parts.flow.trained_roles)
@@ -192,15 +208,20 @@ class MasterRun:
             return state.step
         if self._ctx.config.warmup.steps:
             await self._status.enter("warmup")
-            await build_warmup(self._ctx, self._parts).run()
+            config = self._ctx.config
+            demos = dataset_files(config, self._ctx.paths).demos
+            assert demos is not None, "the launcher has checked that there are demonstrations"
+            warmup_parts = WarmupParts(
+                mesh=self._parts.meshes[ACTOR],
+                cost=self._parts.costs[ACTOR],
+                workers=self._parts.workers,
+                executor=GraphExecutor(dataflows.sft(config), self._parts.meshes, self._parts.workers),
+                step_log=self._parts.connections.step_log,
+            )
+            await Warmup(
+                config.warmup, warmup_parts, demos=len(DemoDataset(demos, self._parts.tokenizer)), seed=config.seed
+            ).run()
         return 0
-
-    async def _repeat_evaluations(self, requested: Iterable[str], done: int) -> None:
-        """Request the evaluations again whose results were lost with the predecessor of this
-        trainer.
-        """
-        for eval_id, step in unanswered(self._records(), requested, done, self._sets, self._parts.total_steps):
-            await self._loop.start_evaluation(eval_id, step, requested_at=done)
 
     async def _conclude(self, steps: int) -> None:
         """Wait for the evaluations, evaluate once more after ``steps``, and export the model."""
@@ -340,48 +361,3 @@ def _build_publisher(ctx: WorkerContext, workers: ModelWorkers) -> Publisher:
         transport=config.weights.transport,
         timeout_s=config.cluster.request_timeout_s,
     )
-
-
-def build_loop(ctx: WorkerContext, parts: MasterParts, stop: asyncio.Event) -> TrainLoop:
-    """Build the train loop, and connect it to the notices of the ModelWorkers."""
-    config, stream = ctx.config, parts.connections.stream
-    decisions = IntakeState(IntakeSettings.of(config), ctx.incarnation)
-    intake = Intake(decisions, parts.workers, parts.connections.manager, parts.publisher.repair)
-    stream.on_notice("samples_arrived", SamplesArrived, lambda notice: intake.on_samples(notice.samples))
-    recorder = StepRecorder(config, ctx.paths, parts.meshes, parts.workers, ctx.incarnation, ctx.check_alive)
-    stream.on_notice("recorded", Recorded, recorder.written)
-    plan = functools.partial(plan_roles, config, parts.meshes, parts.costs)
-    recorder_in_use = recorder if config.record.keep_steps else None
-    return TrainLoop(
-        config,
-        TrainLoopParts(
-            runner=StepRunner(config, parts.flow, parts.meshes, plan, parts.workers, recorder_in_use),
-            stopping=Stopping(stop, parts.workers, ctx.paths.stopping),
-            intake=intake,
-            arguments=parts.arguments,
-            publisher=parts.publisher,
-            manager=parts.connections.manager,
-            evaluations=parts.evaluations,
-            checkpoints=parts.checkpoints,
-            step_log=parts.connections.step_log,
-            show=parts.status.show,
-        ),
-        hf_folder=ctx.paths.root / "hf",
-        total_steps=parts.total_steps,
-        stop=stop,
-    )
-
-
-def build_warmup(ctx: WorkerContext, parts: MasterParts) -> Warmup:
-    """Build the supervised warm-up of the actor."""
-    config = ctx.config
-    demos = dataset_files(config, ctx.paths).demos
-    assert demos is not None, "the launcher has checked that there are demonstrations"
-    warmup_parts = WarmupParts(
-        mesh=parts.meshes[ACTOR],
-        cost=parts.costs[ACTOR],
-        workers=parts.workers,
-        executor=GraphExecutor(dataflows.sft(config), parts.meshes, parts.workers),
-        step_log=parts.connections.step_log,
-    )
-    return Warmup(config.warmup, warmup_parts, demos=len(DemoDataset(demos, parts.tokenizer)), seed=config.seed)

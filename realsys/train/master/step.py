@@ -7,6 +7,7 @@ groups ──plan──> minibatches per role ──> graph of calls ──> res
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,21 +16,23 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from realsys.algorithm.balance import CostFunction
-from realsys.algorithm.minibatches import plan_minibatches, sequence_refs
-from realsys.algorithm.schedule import learning_rate
+from realsys.algorithm.balance import CostFunction, cost_function
+from realsys.algorithm.kl import AdaptiveKL
+from realsys.algorithm.minibatches import plan_minibatches, rows_left_out, sequence_refs
 from realsys.algorithm.sequence_buffer import owners_of
 from realsys.cluster.topology import Mesh
 from realsys.config.allocation import ACTOR
-from realsys.config.dataflow import Dataflow, comparing_call
+from realsys.config.dataflow import Dataflow, advantages_by_token, comparing_call, role_settings
+from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config, WarmupConfig
+from realsys.config.schema_train import OptimizerConfig
 from realsys.model_calls import SNAPSHOT
+from realsys.model_files.config_json import read_sizes
 from realsys.observe.spans import span
-from realsys.train.master.agreement import SAMPLE_TOKENS, AgreementSampler
 from realsys.train.master.executor import CallResult, GraphExecutor, Minibatches, Ownership
 from realsys.train.master.model_workers import ModelWorkers
 from realsys.train.master.recorder import StepRecorder, check_finite
-from realsys.train.master.step_statistics import StepLog
+from realsys.train.master.step_statistics import SAMPLE_TOKENS, AgreementSampler, StepLog
 from realsys.types import SampleMeta, SequenceRef
 
 Plan = Callable[[Sequence[SequenceRef]], dict[str, Minibatches]]
@@ -52,7 +55,8 @@ class StepRunner:
         self._plan = plan
         self._workers = workers
         ppo = config.train.ppo
-        self._only_critic = without_actor_training(flow)
+        # ``train.ppo.critic.warmup_steps``
+        self._only_critic = Dataflow([c for c in flow.calls if not (c.trains and c.role == ACTOR)], flow.source_keys)
         weight = ppo.reward_model_weight
         self._executor = GraphExecutor(flow, meshes, workers, score_weight=weight)
         self._critic_executor = GraphExecutor(self._only_critic, meshes, workers, score_weight=weight)
@@ -112,13 +116,6 @@ class StepRunner:
         return args if plan is None else {**args, name: {**args.get(name, {}), SNAPSHOT: msgspec.to_builtins(plan)}}
 
 
-def without_actor_training(flow: Dataflow) -> Dataflow:
-    """Return the graph of a step in which only the critic learns
-    (``train.ppo.critic.warmup_steps``).
-    """
-    return Dataflow([c for c in flow.calls if not (c.trains and c.role == ACTOR)], flow.source_keys)
-
-
 # ---- supervised warm-up: another dataflow graph on the same ModelWorkers
 #
 # It consumes demonstrations by index. The DP heads tokenise the next batch while the current one trains.
@@ -174,7 +171,13 @@ class Warmup:
         """Have the DP heads load the demonstrations of one step, each an equal share; return their
         metadata.
         """
-        indices = demo_indices(step, batch=self._config.batch, size=self._demos, seed=self._seed)
+        # every pass over the data has its own permutation
+        indices: list[int] = []
+        position = step * self._config.batch
+        while len(indices) < self._config.batch:
+            epoch, offset = divmod(position + len(indices), self._demos)
+            order = np.random.default_rng([self._seed, epoch]).permutation(self._demos)
+            indices.extend(int(i) for i in order[offset : offset + self._config.batch - len(indices)])
         heads = self._parts.mesh.dp_heads()
         replies = await asyncio.gather(
             *(self._parts.workers.load_demos(head, indices[i :: len(heads)]) for i, head in enumerate(heads))
@@ -211,14 +214,122 @@ class Warmup:
         )
 
 
-def demo_indices(step: int, *, batch: int, size: int, seed: int) -> list[int]:
-    """Return the demonstrations of ``step`` (0 is the first): every pass over the data has its own
-    permutation.
+# ---- plans who works on what in a step: the same minibatches for every role, spread over the data ranks of its mesh
+
+
+def cost_functions(config: Config, paths: TrialPaths, roles: Sequence[str]) -> dict[str, CostFunction]:
+    """Return for each role the cost of its sequences.
+
+    Raises ModelError for a model directory without its sizes.
     """
-    chosen: list[int] = []
-    position = step * batch
-    while len(chosen) < batch:
-        epoch, offset = divmod(position + len(chosen), size)
-        order = np.random.default_rng([seed, epoch]).permutation(size)
-        chosen.extend(int(i) for i in order[offset : offset + batch - len(chosen)])
-    return chosen
+    settings = {role: role_settings(config, role) for role in roles}
+    return {role: cost_function(config, read_sizes(s.model_dir(paths), s.head)) for role, s in settings.items()}
+
+
+def plan_roles(
+    config: Config, meshes: Mapping[str, Mesh], costs: Mapping[str, CostFunction], refs: Sequence[SequenceRef]
+) -> dict[str, Minibatches]:
+    """Return role -> ``plan[minibatch][data rank]``.
+
+    A call that only infers runs its role's whole plan in one pass. The actor's plan balances the work of
+    the rows that it computes. With a reward model the rewards are not known yet, so nothing is left out.
+    """
+    ppo = config.train.ppo
+    left_out: set[str] = set()
+    if not ppo.reward_model_weight:
+        max_new_tokens = config.generation.sampling.max_new_tokens
+        left_out = rows_left_out(refs, ppo, max_new_tokens, by_token=advantages_by_token(config))
+    return {
+        role: plan_minibatches(
+            refs,
+            ppo.critic.minibatches if role == "critic" else ppo.minibatches,
+            mesh.layout.data,
+            costs[role],
+            capacity=config.train.microbatch_tokens,
+            left_out=left_out if role == ACTOR else (),
+        )
+        for role, mesh in meshes.items()
+    }
+
+
+# ---- learning rates and the KL coefficient of each call
+
+
+REFERENCE = "ref_logprobs"  # a call that reads this key weighs the KL to the reference
+REFERENCE_KL = "kl_ref_mean"  # statistic of such a call: the KL per completion token, mean
+
+
+class CallArguments:
+    """The arguments of the calls of a step.
+
+    ``lr`` for every call that trains, from its role's schedule over the whole run; ``kl_coef`` for
+    every call that reads the reference's log-probs.
+    """
+
+    def __init__(self, config: Config, flow: Dataflow, total_steps: int) -> None:
+        kl = config.train.ppo.kl
+        self._flow = flow
+        self._total_steps = total_steps
+        self._adaptive = kl.target > 0
+        self._optimizers = {role: role_settings(config, role).optimizer for role in flow.trained_roles}
+        self._kl = AdaptiveKL(kl.coef, kl.target, kl.horizon)
+
+    def of_step(self, step: int) -> dict[str, dict[str, Any]]:
+        """Return call name -> arguments for train step ``step`` (the first is 1)."""
+        args: dict[str, dict[str, Any]] = {call.name: {} for call in self._flow.calls}
+        for call in self._flow.calls:
+            if call.trains:
+                # The schedule counts steps from 0, the loop from 1.
+                args[call.name]["lr"] = learning_rate(self._optimizers[call.role], step - 1, self._total_steps)
+            if REFERENCE in call.inputs:
+                args[call.name]["kl_coef"] = self._kl.coef
+        return args
+
+    def observe(self, results: Mapping[str, CallResult], episodes: int) -> None:
+        """Update the adaptive KL coefficient with the results of a step of ``episodes`` episodes."""
+        reported = [r.stats[REFERENCE_KL] for r in results.values() if REFERENCE_KL in r.stats]
+        if self._adaptive and reported:
+            self._kl.update(reported[0], episodes)
+
+    def state_dict(self) -> dict[str, float]:
+        """Return the state for a checkpoint: an adaptive coefficient.
+
+        Learning rates follow from the step alone.
+        """
+        return self._kl.state_dict() if self._adaptive else {}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Restore the state.
+
+        A fixed coefficient, and one that was fixed when the state was saved, keeps its configured
+        value.
+        """
+        if self._adaptive and state:
+            self._kl.load_state_dict(state)
+
+
+# ---- the learning rate as a function of the step
+#
+# The master owns it and sends it with each train call.
+
+
+def learning_rate(cfg: OptimizerConfig, step: int, total_steps: int) -> float:
+    """Return the learning rate of train step ``step`` (0 is the first) of ``total_steps``.
+
+    Linear warm-up over ``ceil(warmup_fraction * total_steps)`` steps: the first step has a rate above 0, the
+    last one of the warm-up the full rate. Then ``constant``, or ``linear`` / ``cosine`` decay that reaches
+    ``min_lr_ratio * lr`` at the last step. Steps beyond ``total_steps`` keep the last rate. Raises
+    ValueError if ``step`` or ``total_steps`` is too small.
+    """
+    if step < 0 or total_steps < 1:
+        raise ValueError(f"step {step} of {total_steps} steps: step must be at least 0, total_steps at least 1")
+    # Rounded first: 0.07 * 100 is 7.000000000000001, which must give 7 steps, not 8.
+    warmup = math.ceil(round(cfg.warmup_fraction * total_steps, 6))
+    if step < warmup:
+        return cfg.lr * (step + 1) / warmup
+    if cfg.schedule == "constant":
+        return cfg.lr
+    decay_steps = total_steps - warmup
+    progress = min(1.0, (step - warmup + 1) / decay_steps) if decay_steps > 0 else 1.0
+    remaining = 1.0 - progress if cfg.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+    return cfg.lr * (cfg.min_lr_ratio + (1.0 - cfg.min_lr_ratio) * remaining)

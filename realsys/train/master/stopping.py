@@ -68,7 +68,12 @@ class Stopping:
         log.info("%s", text)
         while True:  # until ``run_beside`` cancels it
             states = await self._workers.settle_step(decision)
-            _write(self._path, f"{text}\n{[sorted(state.passed.items()) for state in states]}\n")
+            try:
+                self._path.write_text(
+                    f"{text}\n{[sorted(state.passed.items()) for state in states]}\n", encoding="utf-8"
+                )
+            except OSError as error:  # a full disk: the stop continues, without a sign of its progress
+                log.warning("cannot write %s: %s", self._path, error.strerror)
             await asyncio.sleep(_LOOK_S)
 
 
@@ -82,10 +87,3 @@ def progress(paths: TrialPaths) -> tuple[str, int]:
             with contextlib.suppress(OSError):  # it was committed just now
                 size += file.stat().st_size
     return text, size
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:  # a full disk: the stop continues, without a sign of its progress
-        log.warning("cannot write %s: %s", path, error.strerror)

@@ -30,8 +30,7 @@ import msgspec
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from realsys.cluster.names.contract import NameStore, Tree
-from realsys.cluster.names.keys import Names
+from realsys.cluster.names.contract import Names, NameStore, Tree
 from realsys.cluster.network import advertised_host, bind_tcp, join_host_port, port_of, split_host_port
 from realsys.cluster.process import on_thread
 from realsys.config.schema_cluster import ClusterConfig

@@ -2,24 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 
+import msgspec
+import numpy as np
 import torch
 
 from realsys.algorithm.loss import actor_loss, interpolated_prox, loss_denominator, sft_loss, should_stop
 from realsys.algorithm.loss_tokens import Segments
 from realsys.algorithm.losses import ConfiguredLoss, load_loss
 from realsys.algorithm.minibatches import counts_in_loss
+from realsys.config.dataflow import KV_VERSIONS
 from realsys.config.schema_train import PPOConfig
-from realsys.model_calls import SNAPSHOT, MfcRequest
+from realsys.model_calls import SNAPSHOT, MfcRequest, SnapshotPlan
 from realsys.train.megatron.heads import Outputs
 from realsys.train.megatron.train_engine import LossFunction, Stats
 from realsys.train.worker.advantages import episode_advantages, skipped_samples
-from realsys.train.worker.call_handlers import CallOutcome, Role
-from realsys.train.worker.inference import measure_agreement, score_with_snapshot
-from realsys.train.worker.optimizer_steps import OptimizerSteps, call_argument, count_loss_tokens
-from realsys.train.worker.packing import MicroBatch
+from realsys.train.worker.call_handlers import CallOutcome, Role, sequences_per_rank
+from realsys.train.worker.data_manager import Array
+from realsys.train.worker.optimizer_steps import (
+    OptimizerSteps,
+    all_reduce,
+    call_argument,
+    count_loss_tokens,
+    reduce_stats,
+    token_means,
+)
+from realsys.train.worker.packing import MicroBatch, split_rows
 from realsys.types import SequenceRef
 
 #: arrays that the loss may read; the dataflow decides which of them the call gets
@@ -164,3 +176,197 @@ class Sft:
 
             steps.take(minibatch, role.microbatches(minibatch), loss, denominator)
         return CallOutcome(steps.finish())
+
+
+# ---- forward passes: log-probs of actor and reference, values of the critic, scores of a reward model
+#
+#     actor_inf    tokens  -> prox_logprobs
+#     ref_inf      tokens  -> ref_logprobs
+#     critic_inf   tokens  -> values
+#     reward_inf   tokens  -> scores, in the reply
+#
+# The ranks of the last pipeline stage store the arrays, each for the sequences of its data rank.
+
+
+class ActorInference:
+    """Handler of ``actor_inf``: log-probs of the loss tokens under the weights before the step's
+    first update.
+
+    Its statistics compare them with the recorded log-probs. Over all tokens the difference contains
+    staleness; over the tokens that are scored with the weights that sampled them (``agreement/...``)
+    only numerics differ.
+    """
+
+    def run(self, role: Role, request: MfcRequest) -> CallOutcome:
+        skipped = skipped_samples(request, role.config)
+        per_rank = [[ref for ref in refs if ref.sample_id not in skipped] for refs in sequences_per_rank(request)]
+        computed = store_logprobs(role, per_rank, "prox_logprobs")
+        older = score_with_snapshot(role, request)
+        if not role.groups.last_stage:
+            return CallOutcome()
+        for ref in role.own_sequences(request):
+            # No loss reads them, but the master may plan transfers of this array for every
+            # sequence.
+            if ref.sample_id in skipped:
+                role.data.put(ref.sample_id, {"prox_logprobs": np.zeros(ref.loss_tokens, np.float32)})
+        constrained = {ref.sample_id for refs in per_rank for ref in refs if ref.constrained}
+        differences, current = compare_logprobs(role, request.version, computed, constrained)
+        absolute = differences.abs()
+        stats = {
+            "tokens": torch.tensor(float(len(absolute))),
+            "logprob_difference_sum": absolute.sum(),
+            "logprob_difference_max": absolute.amax() if len(absolute) else torch.zeros(()),
+        }
+        return CallOutcome(token_means(stats, role) | measure_agreement(torch.cat([differences[current], older]), role))
+
+
+def compare_logprobs(
+    role: Role, version: int, computed: Mapping[str, Array], constrained: Collection[str] = ()
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return computed minus recorded log-probs, float32 [tokens], and which tokens ``version``
+    sampled, on keys of its own and without a grammar, bool [tokens].
+
+    A recorded -inf has no difference and is left out, as in the loss. ``constrained``: samples with a grammar.
+    """
+    differences, current = [np.zeros(0, np.float32)], [np.zeros(0, np.bool_)]
+    for sample_id, logprobs in computed.items():
+        if role.data.has(sample_id, "behav_logprobs"):
+            recorded = role.data.get(sample_id, "behav_logprobs")
+            sampled = np.zeros(len(logprobs), bool)
+            if role.data.has(sample_id, "versions") and sample_id not in constrained:
+                sampled = role.data.get(sample_id, "versions") == version
+            if role.data.has(sample_id, KV_VERSIONS):
+                # Keys of other weights are in the engine's number and not in the trainer's: no numerical error.
+                sampled = sampled & (role.data.get(sample_id, KV_VERSIONS) == version)
+            possible = ~np.isneginf(recorded)
+            differences.append((logprobs - recorded)[possible])
+            current.append(sampled[possible])
+    return torch.from_numpy(np.concatenate(differences)), torch.from_numpy(np.concatenate(current))
+
+
+def score_with_snapshot(role: Role, request: MfcRequest) -> torch.Tensor:
+    """Score samples with the version that sampled some of their tokens, and take the next snapshot, if
+    the master asks for it (``SnapshotPlan``).
+
+    Returns computed minus recorded log-probs of the tokens of that version, float32 [tokens]; empty
+    before the last stage and on other data ranks than 0, which have no snapshot.
+    """
+    asked = request.args.get(SNAPSHOT)
+    none = torch.zeros(0)
+    if asked is None or role.groups.data_rank:
+        return none
+    plan, older, snapshot = msgspec.convert(asked, SnapshotPlan), none, role.engine.snapshot
+    is_own = plan.version == request.version
+    # After a restart the master may know of a snapshot that is gone: then nothing is compared.
+    if plan.samples and (is_own or (snapshot is not None and snapshot.version == plan.version)):
+        refs = {ref.sample_id: ref for ref in role.own_sequences(request)}
+        with nullcontext() if is_own or snapshot is None else role.engine.weights_of(snapshot):
+            computed = compute_logprobs(role, [[refs[sample_id] for sample_id in plan.samples]])
+        differences, current = compare_logprobs(role, plan.version, computed)
+        older = differences[current]
+    if plan.take:
+        role.engine.take_snapshot(request.version)
+    return older
+
+
+def measure_agreement(differences: torch.Tensor, role: Role) -> dict[str, float]:
+    """Return how trainer and generation engine agree on tokens that were scored with the weights that
+    sampled them, over all data ranks.
+
+    ``differences``: trainer minus engine, float32 [tokens], natural logarithms. A completion whose
+    weights changed while it was sampled also has such tokens. They compare exactly, because the
+    engine recomputed the prefix with the new weights: both numbers are log p(token | all tokens
+    before it) under the same weights. Tokens on kept keys are not among them. Without such tokens
+    there are no means, only ``agreement/tokens`` 0.
+    """
+    stats = {
+        "tokens": torch.tensor(float(len(differences))),
+        "signed_sum": differences.double().sum(),
+        "absolute_sum": differences.double().abs().sum(),
+        "absolute_max": differences.abs().amax() if len(differences) else torch.zeros(()),
+    }
+    total = reduce_stats(stats, role)
+    if not total["tokens"]:
+        return {"agreement/tokens": 0.0}
+    return {
+        "agreement/tokens": total["tokens"],
+        "agreement/difference_mean": total["absolute_sum"] / total["tokens"],
+        "agreement/difference_max": total["absolute_max"],
+        "agreement/ratio": math.exp(total["signed_sum"] / total["tokens"]),
+    }
+
+
+class ReferenceInference:
+    """Handler of ``ref_inf``: log-probs of the loss tokens under a frozen model, at the sampling
+    temperature.
+    """
+
+    def run(self, role: Role, request: MfcRequest) -> CallOutcome:
+        computed = store_logprobs(role, sequences_per_rank(request), "ref_logprobs")
+        flat = torch.from_numpy(np.concatenate([np.zeros(0, np.float32), *computed.values()]))
+        stats = {"tokens": torch.tensor(float(len(flat))), "ref_logprob_sum": flat.sum()}
+        return CallOutcome(token_means(stats, role))
+
+
+def store_logprobs(role: Role, per_rank: Sequence[Sequence[SequenceRef]], key: str) -> dict[str, Array]:
+    """Compute the log-probs of the loss tokens under the role's model; store them as ``key`` and
+    return them by sample id.
+
+    Returns {} before the last stage.
+    """
+    computed = compute_logprobs(role, per_rank)
+    for sample_id, values in computed.items():
+        role.data.put(sample_id, {key: values})
+    return computed
+
+
+def compute_logprobs(role: Role, per_rank: Sequence[Sequence[SequenceRef]]) -> dict[str, Array]:
+    """Return the log-probs of this data rank's loss tokens by sample id; {} before the last stage."""
+    batches = role.microbatches(per_rank, gradients=False)
+    computed: dict[str, Array] = {}
+    for batch, logprobs in zip(batches, role.engine.logprobs(batches), strict=role.groups.last_stage):
+        computed |= split_rows(batch, logprobs)
+    return computed
+
+
+class CriticInference:
+    """Handler of ``critic_inf``: values of the state before each loss token and after the last one,
+    per row.
+
+    They are stored in units of the reward. With value normalisation the model predicts in units of
+    the running statistics.
+    """
+
+    def run(self, role: Role, request: MfcRequest) -> CallOutcome:
+        batches = role.microbatches(sequences_per_rank(request), gradients=False)
+        flat = [torch.zeros(0)]
+        for batch, predicted in zip(batches, role.engine.values(batches), strict=role.groups.last_stage):
+            for sample_id, prediction in split_rows(batch, predicted, end=True).items():
+                values = role.running_values.denormalise(prediction)
+                role.data.put(sample_id, {"values": values})
+                flat.append(torch.from_numpy(values[:-1]))
+        all_values = torch.cat(flat)
+        stats = {"tokens": torch.tensor(float(len(all_values))), "value_sum": all_values.sum()}
+        return CallOutcome(token_means(stats, role))
+
+
+class RewardInference:
+    """Handler of ``reward_inf``: the value head's output at the last token of each row.
+
+    The last row scores its episode.
+    """
+
+    def run(self, role: Role, request: MfcRequest) -> CallOutcome:
+        batches = role.microbatches(sequences_per_rank(request), gradients=False)
+        scores: dict[str, float] = {}
+        for batch, batch_scores in zip(batches, role.engine.scores(batches), strict=role.groups.last_stage):
+            scores |= dict(zip((ref.sample_id for ref in batch.refs), batch_scores.tolist(), strict=True))
+        if not role.groups.last_stage:
+            return CallOutcome()
+        own = torch.tensor([*scores.values()], dtype=torch.float64)
+        count, total, squares = all_reduce(
+            [float(len(own)), own.sum().item(), own.square().sum().item()], role.groups.data, role
+        )
+        mean = total / max(1.0, count)
+        deviation = math.sqrt(max(0.0, squares / max(1.0, count) - mean**2))
+        return CallOutcome({"score_mean": mean, "score_std": deviation}, scores)

@@ -12,7 +12,7 @@
     sft             tokens                                    one optimizer step per minibatch        actor
 
 Every rank of the role's mesh runs the same call. The request lists the sequences of all ranks, which these have
-exchanged (``realsys.train.worker.transfer``), so each rank computes what it must know about the others.
+exchanged (``realsys.train.worker.call_service``), so each rank computes what it must know about the others.
 """
 
 from __future__ import annotations

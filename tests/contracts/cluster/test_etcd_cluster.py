@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from realsys.cluster.failure import read_errors
 from realsys.cluster.names.contract import Tree
 from realsys.cluster.names.etcd_store import EtcdNameStore
+from realsys.cluster.process import read_errors
 from realsys.errors import ConfigError, NameStoreError
-from realsys.launch.preflight import check_etcd
+from realsys.launch.prepare import check_etcd
 from tests.support.processes.etcd_cluster import Certificates, EtcdCluster
 from tests.support.processes.tester_trial import Follower, Trial
 

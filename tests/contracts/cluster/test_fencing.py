@@ -8,7 +8,7 @@ import signal
 
 import pytest
 
-from realsys.cluster.failure import read_errors
+from realsys.cluster.process import read_errors
 from realsys.weights.disk import manifest
 from tests.support.processes.fenced_bodies import DONE
 from tests.support.processes.tester_trial import Trial

@@ -15,15 +15,14 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
 from realsys.cluster import http_server
-from realsys.cluster.http_client import CallFailed, HttpClient
+from realsys.cluster.http_client import CallFailed, HttpClient, authorization, signed_digest
 from realsys.cluster.http_server import MAX_HEAD, Admission, Guard, HttpServer, RefusedRequest
-from realsys.cluster.http_signature import authorization, signed_digest
 from realsys.cluster.network import bind_tcp
 from realsys.errors import GenerationError
 from realsys.generation.client import GenerationClient
 from realsys.generation.server import build_app as generation_app
 from realsys.manager.routes import ManagerApp
-from realsys.reward.service.reward_server import RewardServer
+from realsys.reward.reward_server import RewardServer
 
 BOUND_S = 60.0
 SHORT_S = 1.0  # bound on a request; a slow machine must have sent a whole one by then

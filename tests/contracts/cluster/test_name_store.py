@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from realsys.cluster.names.contract import NameStore, Tree
 from realsys.cluster.names.etcd_store import EtcdNameStore
 from realsys.cluster.names.file_store import FileNameStore
-from realsys.cluster.names.memory_store import MemoryNameStore
 from realsys.errors import Fenced, KeyExists, KeyMissing, NameStoreError, WaitTimeout
+from tests.support.ledger.memory_store import MemoryNameStore
 
 BOUND_S = 60.0
 BACKENDS = ["memory", "file", pytest.param("etcd", marks=pytest.mark.needs("etcd"))]

@@ -13,7 +13,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from realsys.cluster.names import etcd_members
+from realsys.cluster.names import etcd_store
 from realsys.cluster.names.etcd_store import EtcdNameStore
 from realsys.errors import NameStoreError, RealsysError
 from tests.support.polling import poll
@@ -172,7 +172,7 @@ def test_calls_without_etcd_end_in_time():
 def test_etcd3_uses_a_private_pool():
     """In a fresh interpreter: it works next to the installed protobuf, and leaves the default pool alone."""
     code = """
-from realsys.cluster.names.etcd_members import import_etcd3
+from realsys.cluster.names.etcd_store import import_etcd3
 etcd3 = import_etcd3()
 assert import_etcd3() is etcd3 and etcd3.etcdrpc.rpc_pb2.PutRequest is etcd3.etcdrpc.PutRequest
 request = etcd3.etcdrpc.PutRequest(key=b"k", value=b"v", lease=7)
@@ -193,7 +193,7 @@ def test_unknown_etcd3_names_the_required_version(tmp_path, monkeypatch):
     kept = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "etcd3"}
     for name in kept:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setattr(etcd_members, "_find_package", lambda: Path(tmp_path / "__init__.py"))
+    monkeypatch.setattr(etcd_store, "_find_package", lambda: Path(tmp_path / "__init__.py"))
     with pytest.raises(RealsysError, match=r"no serialized descriptor; install etcd3==0\.12\.0"):
-        etcd_members.import_etcd3()
+        etcd_store.import_etcd3()
     assert not [name for name in sys.modules if name.partition(".")[0] == "etcd3"]

@@ -11,10 +11,8 @@ from dataclasses import replace
 import psutil
 import pytest
 
-from realsys.cluster.failure import read_errors
-from realsys.cluster.names.etcd_members import EtcdAccess
-from realsys.cluster.names.etcd_store import EtcdNameStore
-from realsys.cluster.process import RUN_ID, SHIELDED
+from realsys.cluster.names.etcd_store import EtcdAccess, EtcdNameStore
+from realsys.cluster.process import RUN_ID, SHIELDED, read_errors
 from realsys.config.paths import TrialPaths, write_config
 from realsys.config.schema import Config
 from realsys.errors import NameStoreError, WaitTimeout

@@ -2,7 +2,7 @@
 
 import pytest
 
-from realsys.cluster.failure import read_errors
+from realsys.cluster.process import read_errors
 from realsys.errors import NameStoreError
 from tests.support.processes.tester_trial import Follower, Trial
 

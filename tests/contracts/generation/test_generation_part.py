@@ -2,8 +2,7 @@
 
 import pytest
 
-from realsys.cluster.failure import read_errors
-from realsys.cluster.process import INIT_ADDRESS, NODE_RANK, NODES
+from realsys.cluster.process import INIT_ADDRESS, NODE_RANK, NODES, read_errors
 from realsys.config.paths import write_config
 from realsys.config.schema import GenerationConfig, ModelConfig, SglangConfig
 from tests.support.processes.tester_trial import Trial

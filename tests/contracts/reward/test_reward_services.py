@@ -7,12 +7,12 @@ import msgspec
 import pytest
 
 from realsys.cluster.http_client import CallFailed, HttpClient
-from realsys.cluster.names.memory_store import MemoryNameStore
 from realsys.errors import ConfigError, NoVerifierError
+from realsys.reward import reward_server, verifier_protocol
 from realsys.reward.pool import ItemLimits
-from realsys.reward.service import reward_server, verdict_protocol
 from realsys.reward.verifiers.contract import Item, Verdict
 from realsys.workers.reward_service import serve
+from tests.support.ledger.memory_store import MemoryNameStore
 from tests.support.processes.config_trees import changed
 from tests.support.rewards.reward_services import TOKEN, client_of, registrations, services
 from tests.support.serving.reward_pools import correct, outcomes, until
@@ -65,7 +65,7 @@ def test_full_service_says_when_to_come_back():
         async with services(1, SLOW, items=1) as [service], client_of([service]) as client:
             held = asyncio.create_task(correct(client, "hang"))
             await until(lambda: service.server.info().held)
-            request = verdict_protocol.VerifyRequest("exact", [msgspec.Raw(b'["","","",{}]')])
+            request = verifier_protocol.VerifyRequest("exact", [msgspec.Raw(b'["","","",{}]')])
             async with HttpClient(TOKEN) as http:
                 with pytest.raises(CallFailed, match="the reward service is full: 1 completions") as refused:
                     await http.call(service.http.url + "/verify", request, 10.0)
@@ -77,7 +77,7 @@ def test_full_service_says_when_to_come_back():
 
 def test_verdicts_arrive_before_the_slowest(monkeypatch):
     items = [("a",), ("wait", "1"), ("hang",)]
-    monkeypatch.setattr(verdict_protocol, "PROGRESS_S", 0.05)
+    monkeypatch.setattr(verifier_protocol, "PROGRESS_S", 0.05)
 
     async def body():
         async with services(1) as [service], client_of([service]) as client:
@@ -127,8 +127,8 @@ def test_item_that_cannot_be_read_fails_alone():
     async def body():
         async with services(1) as [service], HttpClient(TOKEN) as http:
             items = [msgspec.Raw(b'["","#1","1",{}]'), msgspec.Raw(b"7")]
-            reply = await http.call(service.http.url + "/verify", verdict_protocol.VerifyRequest("exact", items), 30.0)
-            decided = msgspec.json.decode(reply, type=verdict_protocol.VerifyReply).decided
+            reply = await http.call(service.http.url + "/verify", verifier_protocol.VerifyRequest("exact", items), 30.0)
+            decided = msgspec.json.decode(reply, type=verifier_protocol.VerifyReply).decided
             first, second = (each.outcome for each in sorted(decided, key=lambda each: each.index))
             assert first == Verdict(correct=True, answer="1") and second.cause == "raised"
 

@@ -18,12 +18,12 @@ import httpx
 import pytest
 
 from realsys.cluster.lease import Heartbeat, LeaseTerms
-from realsys.cluster.names.memory_store import MemoryNameStore
 from realsys.data.tokenizer import TextTokenizer
 from realsys.errors import Fenced
 from realsys.rollout.gateway import request_fields
 from realsys.rollout.gateway.capture import Capture
 from tests.support.gateway.garbage import BURST, CALL, KINDS, SLOW, misbehave
+from tests.support.ledger.memory_store import MemoryNameStore
 from tests.support.serving.gateways import BOUND_S, Opened, Scripted, opened, post
 
 ROW = (

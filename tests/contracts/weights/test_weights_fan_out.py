@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from realsys.manager.ledger.staleness import StalenessBound
-from realsys.manager.routing.fan_out import FanOut
-from realsys.manager.routing.servers import Pace, ServerRegistry, UpdateOrder
+from realsys.manager.routing.servers import FanOut, Pace, ServerRegistry, UpdateOrder
 from realsys.types import PublishedVersion, ServerAddress
 from realsys.weights.disk.reader import VersionReader
 from realsys.weights.host_reader import HostReader

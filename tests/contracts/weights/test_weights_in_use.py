@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from realsys.cluster.commit_folder import Removed
-from realsys.cluster.names.memory_store import MemoryNameStore
 from realsys.errors import WeightsError
 from realsys.manager.decisions import ManagerState
 from realsys.manager.messages import TrainedRequest
@@ -24,6 +23,7 @@ from realsys.weights.disk.reader import VersionReader
 from realsys.weights.disk.transport import DiskPublisher
 from realsys.weights.disk.writer import DiskWriter, ShardWriter
 from tests.support.ledger.manager_states import SETTINGS, address, answer
+from tests.support.ledger.memory_store import MemoryNameStore
 from tests.support.streams.weight_ranks import WeightRanks
 
 TICK_S, STAGING_TICKS, PERIOD_TICKS, ETA, SHARDS = 0.1, 35, 9, 8, 4

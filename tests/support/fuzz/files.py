@@ -11,9 +11,9 @@ import numpy as np
 import xxhash
 
 from realsys.cluster.commit_folder import FolderFormat
-from realsys.cluster.failure import ErrorRecord, read_errors, record_of, write_error
 from realsys.cluster.lease import incarnation_in
 from realsys.cluster.names.file_store import FileNameStore
+from realsys.cluster.process import ErrorRecord, read_errors, record_of, write_error
 from realsys.cluster.stream.security import KEY_FILE, CurveKeys, ensure_keys, load_keys
 from realsys.config.paths import TrialPaths, read_config
 from realsys.config.schema import Config

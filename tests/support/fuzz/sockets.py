@@ -17,7 +17,7 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
 from realsys.cluster.http_server import Admission, Guard, HttpServer
-from realsys.cluster.stream import wire as protocol
+from realsys.cluster.stream import codec as protocol
 from realsys.cluster.stream.codec import encode_message
 from realsys.cluster.stream.master_stream import MasterStream
 from realsys.cluster.stream.push_pull import Puller

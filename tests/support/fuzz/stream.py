@@ -15,7 +15,7 @@ import numpy as np
 from realsys import model_calls, types
 from realsys.cluster.http_client import reason_of
 from realsys.cluster.stream import codec
-from realsys.cluster.stream import wire as protocol
+from realsys.cluster.stream import codec as protocol
 from realsys.errors import DecodeError, GenerationError, StreamError
 from realsys.generation import client as generation_client
 from realsys.generation import protocol as p

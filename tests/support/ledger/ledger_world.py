@@ -23,12 +23,11 @@ from realsys.manager.ledger.ledger import Ledger
 from realsys.manager.ledger.prompt_order import PromptOrder
 from realsys.manager.ledger.staleness import StalenessBound
 from realsys.manager.messages import TrainedRequest
-from realsys.manager.routing.fan_out import FanOut
+from realsys.manager.operations import status
 from realsys.manager.routing.health import BlameRules
 from realsys.manager.routing.pinned_servers import HoldRules
 from realsys.manager.routing.placement import LoadGate
-from realsys.manager.routing.servers import Pace
-from realsys.manager.status import status
+from realsys.manager.routing.servers import FanOut, Pace
 from realsys.train.master.intake_decisions import IntakeSettings, IntakeState, StuckCheck
 from realsys.types import PublishedVersion, SampleMeta, ServerAddress, Ticket
 from tests.support.ledger.fingerprints import KEY, ledger_key, manager_key, recount

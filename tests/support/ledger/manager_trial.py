@@ -12,8 +12,7 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
-from realsys.cluster.names.keys import Names
-from realsys.cluster.names.memory_store import MemoryNameStore
+from realsys.cluster.names.contract import Names
 from realsys.config.schema import AsyncConfig, Config, ManagerConfig
 from realsys.config.schema_rollout import RolloutConfig
 from realsys.config.schema_train import TrainConfig
@@ -24,6 +23,7 @@ from realsys.manager.process import Manager, ManagerParts
 from realsys.manager.routes import Pages
 from realsys.observe.step_log import LatestRecords
 from realsys.types import PublishedVersion, ServerAddress
+from tests.support.ledger.memory_store import MemoryNameStore
 
 TOKEN = "a token"
 BOUND_S = 60.0

@@ -11,7 +11,7 @@ from typing import Any
 
 import grpc
 
-from realsys.cluster.names.etcd_members import EtcdAccess, import_etcd3
+from realsys.cluster.names.etcd_store import EtcdAccess, import_etcd3
 from tests.support.polling import suspend
 from tests.support.processes.ports import lasting_ports
 

@@ -5,8 +5,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from realsys.cluster.names.contract import NameStore
-from realsys.cluster.names.keys import Names
+from realsys.cluster.names.contract import Names, NameStore
 from realsys.cluster.stream import sockets
 from realsys.cluster.stream.security import CurveKeys
 from realsys.config.schema import Config

@@ -22,8 +22,7 @@ from realsys.launch.nodes.node_agent import NodeSignals, serve
 from realsys.launch.nodes.orders import LOCAL, SupervisedNode
 from realsys.launch.process_plan import TRAINING, OnDeath, ProcessSpec, needs_of
 from realsys.launch.supervise.restart_policy import TrialOutcome
-from realsys.launch.supervise.run_hooks import Bounds, Hooks
-from realsys.launch.supervise.supervisor import Supervisor
+from realsys.launch.supervise.supervisor import Bounds, Hooks, Supervisor
 from tests.conftest import shared_servers
 
 READY = """

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from realsys.cluster.failure import read_errors
 from realsys.cluster.names.connect import make_name_store, trial_names
 from realsys.cluster.names.contract import NameStore
+from realsys.cluster.process import read_errors
 from realsys.config.paths import TrialPaths, write_config
 from realsys.config.schema import Config
 from realsys.config.schema_cluster import ClusterConfig, NameStoreConfig

@@ -8,10 +8,10 @@ from typing import Any
 import msgspec
 
 from realsys.cluster.http_server import HttpServer
+from realsys.reward.dispatch import DispatchBounds
+from realsys.reward.open_verifiers import ServiceVerifiers
 from realsys.reward.pool import ItemLimits, VerifierPool
-from realsys.reward.service.dispatch import DispatchBounds
-from realsys.reward.service.reward_client import ServiceVerifiers
-from realsys.reward.service.reward_server import RewardServer
+from realsys.reward.reward_server import RewardServer
 from realsys.types import ServerAddress
 
 TOKEN = "secret"

@@ -21,7 +21,7 @@ from typing import Any
 
 import msgspec
 
-from realsys.data.layouts.code_tests import KEY, CallTest, CodeTests, StdioTest
+from realsys.data.lines import KEY, CallTest, CodeTests, StdioTest
 from realsys.reward.verifiers.contract import Item
 
 FOLDER = Path(__file__).parents[2] / "contracts" / "reward" / "sandbox" / "attacks"

@@ -26,14 +26,12 @@ from realsys.manager.messages import (
     TrainedReply,
     TrainedRequest,
 )
-from realsys.manager.status import status
+from realsys.manager.operations import status
 from realsys.model_calls import MfcRequest
 from realsys.rollout.episodes import reason_to_drop
-from realsys.train.master.call_plan import CallArguments, plan_roles
-from realsys.train.master.intake import Intake
 from realsys.train.master.intake_decisions import IntakeSettings, IntakeState
-from realsys.train.master.loop import TrainLoop, TrainLoopParts
-from realsys.train.master.step import StepRunner
+from realsys.train.master.loop import Intake, TrainLoop, TrainLoopParts
+from realsys.train.master.step import CallArguments, StepRunner, plan_roles
 from realsys.train.master.stopping import Stopping
 from realsys.types import Episode, PublishedVersion, SampleMeta, ServerAddress, Ticket
 from tests.support.processes.config_trees import changed

@@ -6,7 +6,7 @@ import pytest
 
 from realsys.manager.ledger.events import EvalAnswered, EvalStarted
 from realsys.manager.ledger.journal import read_journal
-from realsys.observe.points import CURVES
+from realsys.observe.step_fields import CURVES
 from realsys.observe.step_log import StepTail, read_steps
 from realsys.observe.timeline.perfetto import write_trace
 from realsys.observe.timeline.why import explain

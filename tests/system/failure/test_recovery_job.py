@@ -10,7 +10,7 @@ import time
 import psutil
 import pytest
 
-from realsys.cluster.failure import read_errors
+from realsys.cluster.process import read_errors
 from realsys.launch.commands.audit import audit_trial
 from realsys.observe.step_log import StepTail
 from realsys.train.checkpoint.checkpoint_files import complete_checkpoints

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from realsys.observe.timeline.clocked_spans import read_timeline
-from realsys.observe.timeline.ways import groups_of_batch, ways_of
+from realsys.observe.timeline.why import groups_of_batch, ways_of
 from tests.support.jobs.jobs import processes_of, run_arith
 from tests.support.jobs.ledgers import check_ledger, check_staleness
 from tests.support.serving.sglang_server import needs_sglang

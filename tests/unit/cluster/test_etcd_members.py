@@ -3,7 +3,7 @@
 import grpc
 import pytest
 
-from realsys.cluster.names.etcd_members import EtcdAccess, EtcdMembers
+from realsys.cluster.names.etcd_store import EtcdAccess, EtcdMembers
 from realsys.errors import NameStoreError
 
 

@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from realsys.cluster.failure import ErrorRecord, read_errors, record_of, write_error
+from realsys.cluster.process import ErrorRecord, read_errors, record_of, write_error
 from realsys.errors import ConfigError
 
 

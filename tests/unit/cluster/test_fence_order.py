@@ -13,7 +13,6 @@ import pytest
 from aiohttp import web
 
 from realsys.cluster.http_server import Admission, Guard
-from realsys.cluster.names.memory_store import MemoryNameStore
 from realsys.cluster.stream.master_stream import MasterStream
 from realsys.cluster.stream.push_pull import Puller, Pusher
 from realsys.cluster.stream.worker_endpoint import WorkerEndpoint
@@ -39,6 +38,7 @@ from realsys.weights.disk import manifest
 from realsys.weights.disk.manifest import ShardInfo, StoredPiece, TensorInfo
 from realsys.weights.disk.plain_folders import write_safetensors
 from realsys.weights.disk.transport import DiskPublisher
+from tests.support.ledger.memory_store import MemoryNameStore
 from tests.support.streams.stream_parts import BOUND_S, make_group, pulling
 from tests.support.streams.weight_ranks import WeightRanks
 

@@ -6,9 +6,9 @@ import queue
 import pytest
 
 from realsys.cluster.lease import Heartbeat, LeaseTerms, lease_clock
-from realsys.cluster.names.memory_store import MemoryNameStore
 from realsys.config.schema_cluster import ClusterConfig, NameStoreConfig
 from realsys.errors import Fenced, NameStoreError
+from tests.support.ledger.memory_store import MemoryNameStore
 
 BOUND_S = 60.0
 KEY = "t/heartbeat/rollout_worker/1"

@@ -122,7 +122,7 @@ def test_cluster_package_is_light():
     """Every process imports it first: no torch, no grpc, no pydantic, no numpy."""
     code = (
         "import sys, realsys.cluster.worker, realsys.cluster.names.contract, realsys.cluster.names.file_store, "
-        "realsys.cluster.lease, realsys.cluster.network, realsys.cluster.names.keys\n"
+        "realsys.cluster.lease, realsys.cluster.network, realsys.cluster.names.contract\n"
         "print({m.partition('.')[0] for m in sys.modules} & {'torch', 'grpc', 'pydantic', 'numpy', 'etcd3', 'zmq'})"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)

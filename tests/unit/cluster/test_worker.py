@@ -11,7 +11,7 @@ import threading
 
 import pytest
 
-from realsys.cluster.failure import read_errors
+from realsys.cluster.process import read_errors
 from tests.support.processes.tester_trial import BOUND_S, PRELUDE, Trial
 
 pytestmark = pytest.mark.processes

@@ -9,7 +9,7 @@ from realsys.config.schema import Config, DataConfig, EvalConfig
 from realsys.config.schema_data import MixtureSource
 from realsys.data.check import check_data
 from realsys.data.convert import check_copy, check_prompts, convert, count_held_out, needs_copy, write_digest
-from realsys.data.layouts.code_tests import code_tests_of
+from realsys.data.lines import code_tests_of
 from realsys.data.prompts import PromptDataset, open_splits, split_sizes
 from realsys.errors import ConfigError, DataError
 from tests.support.data.data_rows import HUMANEVAL, MESSAGES, ROWS, SLIME, TEMPLATE, char_tokenizer, jsonl, trial

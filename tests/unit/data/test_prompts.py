@@ -13,8 +13,15 @@ from realsys.config.schema import Config, DataConfig, EvalConfig, WarmupConfig
 from realsys.config.schema_data import EvalSetConfig
 from realsys.data.check import SIMILAR, NearDuplicates, check_data, shingles
 from realsys.data.convert import check_copy, convert_sets, count_held_out
-from realsys.data.dataset_files import dataset_files
-from realsys.data.prompts import DemoDataset, PromptDataset, copies_in_epoch, epoch_of_mixture, open_splits, split_sizes
+from realsys.data.prompts import (
+    DemoDataset,
+    PromptDataset,
+    copies_in_epoch,
+    dataset_files,
+    epoch_of_mixture,
+    open_splits,
+    split_sizes,
+)
 from realsys.errors import ConfigError, DataError
 from realsys.manager.ledger.prompt_order import PromptOrder
 from realsys.rollout.check_references import check_references

@@ -7,7 +7,7 @@ import pytest
 from realsys.data.prompts import Prompt
 from realsys.errors import RewardError
 from realsys.lab.regrade import Disagreement, LeftOut, RecordedCompletion
-from realsys.observe.evaluation_statistics import wilson
+from realsys.observe.evaluation_records import wilson
 from realsys.rollout.environments import Judgement, Response, Task
 from realsys.types import Ticket
 

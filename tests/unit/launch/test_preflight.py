@@ -15,7 +15,7 @@ from realsys.config.schema import Config, TinyModelConfig
 from realsys.data.arith import make_tiny_model, write_char_tokenizer
 from realsys.errors import ConfigError
 from realsys.launch.cli import main
-from realsys.launch.preflight import check_disk, check_etcd, check_gpus_are_given
+from realsys.launch.prepare import check_disk, check_etcd, check_gpus_are_given
 from tests.support.data.data_rows import FEW_ROWS, jsonl
 from tests.support.serving.qwen_models import write_qwen
 from tests.unit.config.test_device_memory import math_config
@@ -231,7 +231,7 @@ def test_short_lease_with_etcd_elsewhere_is_refused(refused):
 
 def test_etcd_of_several_nodes_counts_as_elsewhere(tmp_path, monkeypatch):
     """It is elsewhere for all nodes but one, also if that is the launcher's."""
-    monkeypatch.setattr("realsys.launch.preflight.bind_problem", lambda host, port: "")
+    monkeypatch.setattr("realsys.launch.prepare.bind_problem", lambda host, port: "")
 
     def problem(address, **cluster):
         store = {"backend": "etcd", "address": address}

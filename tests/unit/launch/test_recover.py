@@ -13,9 +13,9 @@ import pytest
 
 import realsys.launch.conclude
 import realsys.launch.run
-from realsys.cluster.failure import ErrorRecord, read_errors, write_error
 from realsys.cluster.names.connect import trial_names
 from realsys.cluster.names.file_store import FileNameStore
+from realsys.cluster.process import ErrorRecord, read_errors, write_error
 from realsys.config.compose import compose
 from realsys.config.paths import read_config
 from realsys.config.schema import Config

@@ -12,7 +12,7 @@ from unittest.mock import Mock
 import pytest
 
 import realsys.launch.run
-from realsys.cluster.failure import ErrorRecord
+from realsys.cluster.process import ErrorRecord
 from realsys.config.paths import TrialPaths
 from realsys.launch.cli import main
 from realsys.launch.process_plan import ProcessSpec
@@ -38,7 +38,7 @@ def failing(paths, exit_code):
     """The end of a MasterWorker that fails because a ModelWorker had failed before it."""
     record = ErrorRecord(1.0, "model_worker", 0, 4242, "here", "ModelError", "no such tensor", "", exit_code)
     return (
-        "from pathlib import Path; from realsys.cluster.failure import ErrorRecord, write_error\n"
+        "from pathlib import Path; from realsys.cluster.process import ErrorRecord, write_error\n"
         f"write_error(Path({str(paths)!r}), {record!r}); sys.exit(1)"
     )
 

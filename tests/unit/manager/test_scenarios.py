@@ -21,8 +21,8 @@ from realsys.manager import operations
 from realsys.manager.decisions import ManagerState
 from realsys.manager.ledger.events import Resumed
 from realsys.manager.messages import AllocateReply, Refusal
+from realsys.manager.operations import explain
 from realsys.manager.routing.servers import Idle, Probe, UpdateOrder
-from realsys.manager.status import explain
 from realsys.types import PublishedVersion
 from tests.support.ledger.manager_states import ANSWER, SETTINGS, address, update
 

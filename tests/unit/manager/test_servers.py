@@ -6,8 +6,8 @@ import pytest
 
 from realsys.manager.decisions import ManagerState
 from realsys.manager.messages import AllocateRequest, NoServer, ScheduleRequest
+from realsys.manager.operations import status
 from realsys.manager.routing.servers import Idle, Pace, Probe, UpdateOrder
-from realsys.manager.status import status
 from tests.support.ledger.manager_states import (
     SETTINGS,
     address,

@@ -23,10 +23,10 @@ from realsys.manager.messages import (
     TrainedReply,
     TrainedRequest,
 )
+from realsys.manager.operations import status
+from realsys.manager.process import LOAD_KEYS
 from realsys.manager.routes import render_metrics
 from realsys.manager.routing.rollout_workers import memory_sums
-from realsys.manager.status import status
-from realsys.manager.weight_updates import LOAD_KEYS
 from realsys.observe.step_fields import field_of
 from tests.support.ledger.manager_states import (
     ANSWER,

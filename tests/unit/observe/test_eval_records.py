@@ -9,12 +9,14 @@ from realsys.config.evaluation_sets import evaluation_sets
 from realsys.observe.evaluation_records import (
     EvalSample,
     EvaluationOutcome,
+    Tally,
+    Vote,
     headline,
+    majority,
     majority_of,
     record,
     without_incomplete,
 )
-from realsys.observe.evaluation_statistics import Tally, Vote, majority
 from tests.support.processes.config_trees import changed
 
 GOOD = EvaluationOutcome([Tally(4, 4)] * 80 + [Tally(4, 0)] * 16, "", 0, 384, 3.2, 21.0, 7, 7, {"turns": 1.0})

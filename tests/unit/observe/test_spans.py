@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from realsys.observe import spans
-from realsys.observe.events import Event, EventLog, read_events, restarts_in_steps
 from realsys.observe.spans import LOST, MOST_QUEUED, SPANS, Phases, Recorder, span
+from realsys.observe.step_log import Event, EventLog, read_events, restarts_in_steps
 from realsys.observe.timeline.clocked_spans import read_timeline, segments_of
 
 ROOT = Path(spans.__file__).parents[2]

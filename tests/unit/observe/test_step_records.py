@@ -13,10 +13,20 @@ from prometheus_client.parser import text_string_to_metric_families
 from realsys.config.schema import Config
 from realsys.observe import signal, step_log
 from realsys.observe.percent import apportioned, percent, whole_percents
-from realsys.observe.points import curve_metrics, metric_name, metrics_of, step_of
 from realsys.observe.rate import RateWindow
 from realsys.observe.signal import STEPS, DriftWatch, SignalWatch, signal_warning
-from realsys.observe.step_fields import FIELDS, GROUPS, field_of, names, numbers, rewrite
+from realsys.observe.step_fields import (
+    FIELDS,
+    GROUPS,
+    curve_metrics,
+    field_of,
+    metric_name,
+    metrics_of,
+    names,
+    numbers,
+    rewrite,
+    step_of,
+)
 from realsys.observe.step_log import LatestRecords, StepTail, read_steps
 from realsys.observe.timeline import why
 from tests.support.run_logs import append, evaluation, recovered, train, undocumented, warmup

@@ -22,7 +22,7 @@ from realsys.config.schema import Config
 from realsys.launch.conclude import EVALUATION_KEYS, print_summary, saved_line, summarise
 from realsys.launch.supervise.restart_policy import NO_CHECKPOINT, TrialOutcome
 from realsys.observe.curves import draw_curves
-from realsys.observe.evaluation_statistics import Tally, effective_size, estimate, pass_at_k, pooled, summarize, wilson
+from realsys.observe.evaluation_records import Tally, effective_size, estimate, pass_at_k, pooled, summarize, wilson
 from realsys.observe.screen.progress import TIME_PARTS, Monitor, Record, TrialProgress, mean, number
 from realsys.observe.step_log import StepTail
 from realsys.observe.totals import CURVE_POINTS, END_STEPS, curve_points

@@ -13,9 +13,9 @@ from realsys.config.doors import VERIFIER
 from realsys.config.machine import Machine
 from realsys.config.rules import check
 from realsys.config.schema import Config
-from realsys.data.layouts.code_tests import KEY, CallTest, CodeTests, StdioTest
+from realsys.data.lines import KEY, CallTest, CodeTests, StdioTest
 from realsys.errors import ConfigError, SandboxError, WaitTimeout
-from realsys.reward.compare_answers import AnswerComparer
+from realsys.reward.pool import AnswerComparer
 from realsys.reward.sandbox.sandbox import ProgramRaised, Sandbox
 from realsys.reward.sandbox.settings import (
     CPU,

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from realsys.cluster.http_signature import authorization
+from realsys.cluster.http_client import authorization
 from realsys.errors import GenerationError, NameStoreError, StreamError, WaitTimeout
 from realsys.manager import client
 from realsys.manager.client import ManagerClient, RolloutSuperseded

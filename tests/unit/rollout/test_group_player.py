@@ -11,9 +11,8 @@ from realsys.data.prompts import Prompt
 from realsys.errors import AgentError, GenerationError, NoVerifierError, RealsysError, RewardError, StuckError
 from realsys.generation.client import SamplingSpec
 from realsys.manager.client import RolloutSuperseded
-from realsys.rollout.agent_errors import MOST_FAILED
 from realsys.rollout.episodes import RowBuilder
-from realsys.rollout.group_player import GroupPlayer, GroupRules, group_player, group_rules
+from realsys.rollout.group_player import MOST_FAILED, GroupPlayer, GroupRules, group_player, group_rules
 from realsys.types import Episode, Group, Ticket
 from tests.support.processes.config_trees import changed
 from tests.support.serving.rollout_fakes import FakeEngine, ScriptedAgent

@@ -8,8 +8,8 @@ from realsys.config.allocation import ParallelLayout
 from realsys.config.schema import Config
 from realsys.errors import ModelError
 from realsys.model_calls import Transfer, TransferRequest
+from realsys.train.worker.call_service import execute
 from realsys.train.worker.data_manager import DataManager
-from realsys.train.worker.transfer import execute
 from tests.support.training.sample_records import make_ref
 from tests.support.training.train_ranks import run_ranks
 

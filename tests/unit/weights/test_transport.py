@@ -14,7 +14,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from realsys.cluster.names.memory_store import MemoryNameStore
 from realsys.config.machine import Machine
 from realsys.config.rules import check
 from realsys.config.schema import Config, EmbeddedConfig, GenerationConfig
@@ -38,6 +37,7 @@ from realsys.weights.contract import (
 from realsys.weights.disk.stage import DiskReader
 from realsys.weights.disk.transport import DiskPublisher
 from tests.support.data.data_rows import FEW_ROWS
+from tests.support.ledger.memory_store import MemoryNameStore
 from tests.support.processes.config_trees import changed
 from tests.support.serving.generation_models import make_model
 from tests.support.streams.weight_ranks import WeightRanks

@@ -37,7 +37,13 @@ def run(task: dict[str, Any], descriptors: list[int]) -> None:
     except BaseException:
         traceback.print_exc()
         code = 1
-    _end(code)
+    try:
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+    except BaseException:
+        code = code or 1
+    os._exit(code)
 
 
 def command(task: dict[str, Any], channel: int, descriptors: list[int]) -> None:
@@ -178,13 +184,3 @@ def _exit_code(error: SystemExit) -> int:
         return error.code & 0xFF
     print(error.code, file=sys.stderr)
     return 1
-
-
-def _end(code: int) -> None:
-    try:
-        threading._shutdown()  # type: ignore[attr-defined]
-        atexit._run_exitfuncs()
-        sys.stdout.flush()
-    except BaseException:
-        code = code or 1
-    os._exit(code)

@@ -94,7 +94,19 @@ class _Running:
             self.reached = "wall"
 
     def _look_at_waiting(self, tree: dict[int, Use]) -> None:
-        self.waiting.look(time.monotonic(), tasks_of(tree), last_pid(), stolen())
+        tasks: dict[int, ThreadUse] = {}
+        for pid, use in tree.items():
+            if use.threads == 1:
+                tasks[pid] = ThreadUse(use.runnable, *_scheduled(f"/proc/{pid}"))
+                continue
+            try:
+                names = os.listdir(f"/proc/{pid}/task")
+            except OSError:
+                continue  # it has ended
+            for name in names:
+                folder = f"/proc/{pid}/task/{name}"
+                tasks[int(name)] = ThreadUse(_stat(folder)[:1] == [b"R"], *_scheduled(folder))
+        self.waiting.look(time.monotonic(), tasks, last_pid(), stolen())
 
     def _own_s(self) -> float:
         """Return the time of this run, without the time in which it or its partner had no processor."""
@@ -258,7 +270,19 @@ def _run_child(message: dict[str, Any], descriptors: list[int], setup: dict[str,
     gc.disable()
     channel, *rest = _low(descriptors)
     try:
-        _confine(limits, setup, user)
+        os.setpgid(0, 0)
+        if not setup["namespaces"]:
+            kernel.die_with_parent()
+        else:
+            confine.enter_namespaces(*user)
+            confine.own_folders(int(limits["disk_mb"]))
+        os.chdir(confine.TMP)
+        os.umask(0o077)
+        with contextlib.suppress(OSError):
+            os.nice(_NICE)
+        confine.limit(limits, namespaces=setup["namespaces"])
+        if setup["namespaces"]:
+            confine.give_up(setup["readable"])
     except OSError as error:
         plain.send(channel, f"broken: {error}".encode())
         os._exit(BROKEN)
@@ -290,22 +314,6 @@ def _low(descriptors: list[int]) -> list[int]:
     low = [os.dup2(each, 3 + place, inheritable=False) for place, each in enumerate(high)]
     os.closerange(3 + len(low), 1 << 16)
     return low
-
-
-def _confine(limits: dict[str, Any], setup: dict[str, Any], user: tuple[int, int]) -> None:
-    os.setpgid(0, 0)
-    if not setup["namespaces"]:
-        kernel.die_with_parent()
-    else:
-        confine.enter_namespaces(*user)
-        confine.own_folders(int(limits["disk_mb"]))
-    os.chdir(confine.TMP)
-    os.umask(0o077)
-    with contextlib.suppress(OSError):
-        os.nice(_NICE)
-    confine.limit(limits, namespaces=setup["namespaces"])
-    if setup["namespaces"]:
-        confine.give_up(setup["readable"])
 
 
 class _Link(unit_tests.Link):
@@ -436,23 +444,6 @@ def tree_of(root: int, uses: dict[int, Use]) -> dict[int, Use]:
             tree[pid] = uses[pid]
             todo += [other for other, use in uses.items() if use.parent == pid]
     return tree
-
-
-def tasks_of(tree: dict[int, Use]) -> dict[int, ThreadUse]:
-    """Return all threads of these processes."""
-    tasks: dict[int, ThreadUse] = {}
-    for pid, use in tree.items():
-        if use.threads == 1:
-            tasks[pid] = ThreadUse(use.runnable, *_scheduled(f"/proc/{pid}"))
-            continue
-        try:
-            names = os.listdir(f"/proc/{pid}/task")
-        except OSError:
-            continue  # it has ended
-        for name in names:
-            folder = f"/proc/{pid}/task/{name}"
-            tasks[int(name)] = ThreadUse(_stat(folder)[:1] == [b"R"], *_scheduled(folder))
-    return tasks
 
 
 def last_pid() -> int:

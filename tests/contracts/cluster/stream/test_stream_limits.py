@@ -12,10 +12,19 @@ import zmq
 
 from realsys.cluster.stream import push_pull as pullers
 from realsys.cluster.stream import worker_endpoint as endpoints
-from realsys.cluster.stream.codec import decode_with, encode_group, encode_message
+from realsys.cluster.stream.codec import (
+    TO_MASTER,
+    Hello,
+    Push,
+    PushAck,
+    PushNack,
+    Welcome,
+    decode_with,
+    encode_group,
+    encode_message,
+)
 from realsys.cluster.stream.master_stream import MasterStream
 from realsys.cluster.stream.push_pull import Puller, Pusher
-from realsys.cluster.stream.wire import TO_MASTER, Hello, Push, PushAck, PushNack, Welcome
 from realsys.cluster.stream.worker_endpoint import GroupIntake, WorkerEndpoint
 from realsys.errors import DecodeError, Fenced
 from realsys.model_calls import Empty

@@ -12,9 +12,8 @@ import zmq
 from zmq.utils import garbage
 
 from realsys.cluster.stream import push_pull as pusher_module
-from realsys.cluster.stream.codec import encode_group
+from realsys.cluster.stream.codec import Push, PushAck, PushNack, encode_group
 from realsys.cluster.stream.push_pull import Pusher, PushLimits
-from realsys.cluster.stream.wire import Push, PushAck, PushNack
 from realsys.cluster.topology import group_contiguously
 from realsys.errors import KeyMissing, StreamError, WaitTimeout
 from realsys.types import Group

@@ -10,9 +10,8 @@ from multiprocessing.connection import Connection
 import msgspec
 import zmq
 
-from realsys.cluster.stream.codec import encode_group
+from realsys.cluster.stream.codec import Push, encode_group
 from realsys.cluster.stream.push_pull import Puller, Pusher, PushLimits
-from realsys.cluster.stream.wire import Push
 from realsys.errors import KeyMissing, StreamError
 from realsys.types import Group
 from tests.support.streams.stream_parts import (

@@ -25,7 +25,7 @@ from realsys.cluster.stream.sockets import answers, private_folder
 from realsys.cluster.stream.worker_endpoint import WorkerEndpoint
 from realsys.config.schema import Config
 from realsys.errors import ConfigError, StreamError, WaitTimeout
-from realsys.launch.preflight import check_addresses
+from realsys.launch.prepare import check_addresses
 from realsys.model_calls import Empty
 from tests.support.streams.stream_parts import BOUND_S, PullerThread, connect_by_hand, make_group, pulling
 

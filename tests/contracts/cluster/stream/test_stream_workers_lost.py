@@ -11,10 +11,9 @@ import msgspec
 import pytest
 import zmq
 
-from realsys.cluster.stream.codec import encode_message
+from realsys.cluster.stream.codec import Ack, Hello, NoticeHeader, ReplyHeader, RequestHeader, Welcome, encode_message
 from realsys.cluster.stream.master_stream import MasterStream
 from realsys.cluster.stream.push_pull import Puller, Pusher
-from realsys.cluster.stream.wire import Ack, Hello, NoticeHeader, ReplyHeader, RequestHeader, Welcome
 from realsys.cluster.stream.worker_endpoint import GroupIntake, WorkerEndpoint
 from realsys.errors import Fenced, StreamError, WorkerLost
 from realsys.model_calls import SamplesArrived

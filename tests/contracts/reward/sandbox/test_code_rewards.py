@@ -6,8 +6,8 @@ import psutil
 import pytest
 
 from realsys.config.schema import Config
-from realsys.data.layouts.chat_rows import verl
-from realsys.data.layouts.code_tests import KEY
+from realsys.data.layouts import verl
+from realsys.data.lines import KEY
 from realsys.reward.pool import ItemLimits, VerifierPool
 from realsys.reward.verifiers.code import check_settings
 from realsys.reward.verifiers.contract import Item

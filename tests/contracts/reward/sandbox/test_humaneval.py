@@ -14,8 +14,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from realsys.data.layouts.code_tests import KEY
-from realsys.data.layouts.contract import layout_of
+from realsys.data.layouts import layout_of
+from realsys.data.lines import KEY
 from realsys.reward.pool import ItemLimits, VerifierPool
 from realsys.reward.verifiers.contract import Item
 

@@ -18,8 +18,8 @@ import torch
 from realsys.agent_runner import runner
 from realsys.config.schema_rollout import RolloutConfig
 from realsys.errors import AgentError, ConfigError
-from realsys.rollout.agents import captured_processes as module
-from realsys.rollout.agents.captured_processes import AgentProcesses, check_interpreter
+from realsys.rollout.agents import captured as module
+from realsys.rollout.agents.captured import AgentProcesses, check_interpreter
 from realsys.rollout.agents.contract import EpisodeTime
 from tests.support.polling import ended, poll
 

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from realsys.rollout.agents.tools import Python, ToolError
+from realsys.rollout.agents.tool_use import Python, ToolError
 
 pytestmark = pytest.mark.needs("bwrap")
 

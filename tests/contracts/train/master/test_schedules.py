@@ -27,8 +27,8 @@ from realsys.model_calls import ClearRequest, Empty, MfcReply, MfcShare, Transfe
 from realsys.train.master.executor import GraphExecutor, Ownership
 from realsys.train.master.model_workers import ModelWorkers
 from realsys.train.megatron.mesh import form_meshes
+from realsys.train.worker.call_service import execute, whole_request
 from realsys.train.worker.data_manager import DataManager, array_size
-from realsys.train.worker.transfer import execute, whole_request
 from realsys.types import ARRAY_KEYS, METADATA_KEYS, SequenceRef
 from tests.support.processes.config_trees import changed
 from tests.support.streams.simulated_workers import Deadlock, SimulatedWorkers

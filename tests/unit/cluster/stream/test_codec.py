@@ -14,7 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from realsys.cluster.stream.codec import (
+    TO_MASTER,
+    TO_PULLER,
+    TO_PUSHER,
+    TO_WORKER,
+    Ack,
+    FailureReply,
     GroupHeader,
+    PushAck,
     Slabs,
     decode_group,
     decode_message,
@@ -23,7 +30,6 @@ from realsys.cluster.stream.codec import (
     encode_message,
 )
 from realsys.cluster.stream.master_stream import Acknowledgements, Message, Peer, name_workers, open_call
-from realsys.cluster.stream.wire import TO_MASTER, TO_PULLER, TO_PUSHER, TO_WORKER, Ack, FailureReply, PushAck
 from realsys.errors import DecodeError, RemoteError, StreamError, WaitTimeout
 from realsys.model_calls import ClearRequest, SamplesArrived, TransferReply
 from realsys.types import Episode, Group, Row, Ticket

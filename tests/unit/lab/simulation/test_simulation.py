@@ -11,9 +11,8 @@ import pytest
 
 from realsys.errors import ConfigError
 from realsys.lab.simulate import results
-from realsys.lab.simulation.invariants import Broken
 from realsys.lab.simulation.scenarios import plan
-from realsys.lab.simulation.simulation import Simulation
+from realsys.lab.simulation.simulation import Broken, Simulation
 from realsys.manager.decisions import ManagerState
 from realsys.manager.ledger.staleness import StalenessBound
 

@@ -189,7 +189,7 @@ def test_text_answers_lead_to_the_verifier(tmp_path, capsys, words, hints):
 
 def test_row_that_json_cannot_hold_is_bad(tmp_path, capsys, monkeypatch):
     (tmp_path / "own_rows.py").write_text(
-        "from realsys.data.layouts.contract import ProblemRow\n\n\n"
+        "from realsys.data.layouts import ProblemRow\n\n\n"
         "def read(row):\n    return ProblemRow('a', '1', {'key': object()})\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))

@@ -15,10 +15,9 @@ from realsys.cluster.files import occupy
 from realsys.cluster.lease import Heartbeat, LeaseTerms
 from realsys.cluster.names import etcd_store
 from realsys.cluster.names.connect import make_name_store, trial_names
-from realsys.cluster.names.etcd_members import EtcdAccess
-from realsys.cluster.names.etcd_store import EtcdNameStore
+from realsys.cluster.names.contract import Names
+from realsys.cluster.names.etcd_store import EtcdAccess, EtcdNameStore
 from realsys.cluster.names.file_store import FileNameStore
-from realsys.cluster.names.keys import Names
 from realsys.cluster.process import RUN_ID
 from realsys.cluster.stream.sockets import socket_folder
 from realsys.config.compose import compose

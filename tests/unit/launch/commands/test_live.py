@@ -5,7 +5,6 @@ import asyncio
 import pytest
 
 from realsys.cluster.names.connect import trial_names
-from realsys.cluster.names.memory_store import MemoryNameStore
 from realsys.config.evaluation_sets import evaluation_sets
 from realsys.config.paths import TrialPaths, write_config
 from realsys.config.schema import Config
@@ -15,6 +14,7 @@ from realsys.launch.commands.evaluate import LiveEvaluations, client_of, live_se
 from realsys.launch.evaluation_target import Choices
 from realsys.manager.messages import EvaluateRequest, EvaluationReply
 from realsys.observe.evaluation_records import read_result
+from tests.support.ledger.memory_store import MemoryNameStore
 
 
 class Manager:

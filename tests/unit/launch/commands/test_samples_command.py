@@ -17,9 +17,8 @@ from realsys.launch.commands.play import Shown, episode_lines
 from realsys.launch.commands.samples import group_lines, printable
 from realsys.observe.dropped_groups import DroppedGroup, Room, write_group
 from realsys.observe.evaluation_records import EvalSample, write_result
-from realsys.observe.samples.eval_samples import chosen_evaluation
-from realsys.observe.samples.step_samples import Sample
-from realsys.observe.samples.turns import VersionSpan
+from realsys.observe.samples.catalogue import chosen_evaluation
+from realsys.observe.samples.step_samples import Sample, VersionSpan
 from realsys.rollout.resumable_engine import EngineCall
 from realsys.types import Episode, Row, Ticket
 from tests.support.processes.config_trees import changed

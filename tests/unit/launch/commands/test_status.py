@@ -25,7 +25,7 @@ from realsys.launch.supervise.failures import FirstFailure
 from realsys.launch.supervise.restart_policy import TrialOutcome
 from realsys.launch.trial_folder import TrialLock
 from realsys.launch.words import own_command
-from realsys.observe.events import EventLog
+from realsys.observe.step_log import EventLog
 from tests.support.run_logs import run_records, train_record, write_log
 from tests.support.timelines.made_up import small_trial
 from tests.support.view.shown_trial import sample_trial

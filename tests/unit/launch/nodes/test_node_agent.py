@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from realsys.cluster.failure import ErrorRecord
+from realsys.cluster.process import ErrorRecord
 from realsys.cluster.stream.security import ensure_keys
 from realsys.config.paths import TrialPaths
 from realsys.launch.nodes.orders import Address, write_address

@@ -13,8 +13,18 @@ from realsys.config.schema_cluster import ClusterConfig, ContainerConfig, SlurmC
 from realsys.errors import ConfigError
 from realsys.launch.nodes.orders import EXIT_NO_MACHINE
 from realsys.launch.slurm.client import JobState, JobWatch
-from realsys.launch.slurm.job_script import Job, check_network, check_slurm, render, seconds_of
-from realsys.launch.slurm.launcher import SlurmAllocation, expand, guard_command, srun_command, steps_as_text
+from realsys.launch.slurm.launcher import (
+    Job,
+    SlurmAllocation,
+    check_network,
+    check_slurm,
+    expand,
+    guard_command,
+    render,
+    seconds_of,
+    srun_command,
+    steps_as_text,
+)
 
 GOLDEN = Path(__file__).parent / "golden"
 JOB = Job(

@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-from realsys.cluster.failure import ErrorRecord
+from realsys.cluster.process import ErrorRecord
 from realsys.errors import WaitTimeout
 from realsys.launch.supervise.failures import first_failure
 from tests.support.processes.supervised import FOREVER, READY, STUBBORN, log, stop, waits_for

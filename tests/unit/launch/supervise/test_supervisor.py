@@ -13,7 +13,7 @@ from dataclasses import replace
 import psutil
 import pytest
 
-from realsys.cluster.failure import ErrorRecord
+from realsys.cluster.process import ErrorRecord
 from realsys.launch.process_plan import ProcessSpec
 from realsys.launch.supervise.supervisor import Supervisor
 from tests.support.processes.supervised import FOREVER, READY, STUBBORN, stop, waits_for

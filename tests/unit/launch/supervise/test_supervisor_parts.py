@@ -11,7 +11,7 @@ import pytest
 
 from realsys.cluster.aio import full_disk
 from realsys.cluster.children.child_process import HEALTHY_AFTER_S
-from realsys.cluster.failure import ErrorRecord
+from realsys.cluster.process import ErrorRecord
 from realsys.errors import ConfigError, WaitTimeout
 from realsys.launch.nodes.orders import ProcessId, SupervisedNode
 from realsys.launch.supervise import stop_request
@@ -40,9 +40,8 @@ from realsys.launch.supervise.restart_policy import (
     TrialOutcome,
     is_spare,
 )
-from realsys.launch.supervise.run_hooks import Bounds, Hooks
 from realsys.launch.supervise.stop_request import ask_to_stop, take_request, watch_requests
-from realsys.launch.supervise.supervisor import Supervisor
+from realsys.launch.supervise.supervisor import Bounds, Hooks, Supervisor
 from tests.support.processes.supervised import FOREVER, Trial
 
 KEY_ERROR = ("KeyError", "/mine/loss.py:7")

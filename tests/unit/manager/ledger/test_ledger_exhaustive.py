@@ -21,9 +21,9 @@ from realsys.manager.decisions import ManagerState
 from realsys.manager.ledger.ledger import Ledger
 from realsys.manager.ledger.staleness import StalenessBound
 from realsys.manager.messages import AllocateRequest, FinishRequest
+from realsys.manager.operations import status
 from realsys.manager.routing.placement import Reservations
 from realsys.manager.routing.servers import ServerRegistry
-from realsys.manager.status import status
 from realsys.train.master.intake_decisions import FEWEST_FAILURES, FEWEST_FILTERED, IntakeState, StuckCheck
 from tests.support.ledger.ledger_actions import World
 from tests.support.ledger.ledger_world import COPIER, Bounds, WorldState, bounds

@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from realsys.manager.ledger.staleness import StalenessBound
-from realsys.manager.routing.fan_out import FanOut
 from realsys.manager.routing.health import TRANSITIONS, BlameRules, Health, Reports
 from realsys.manager.routing.placement import (
     BLOCK,
@@ -25,7 +24,7 @@ from realsys.manager.routing.placement import (
     make_strategy,
     prefix_hashes,
 )
-from realsys.manager.routing.servers import Idle, Pace, Probe, ServerRegistry, UpdateOrder
+from realsys.manager.routing.servers import FanOut, Idle, Pace, Probe, ServerRegistry, UpdateOrder
 from realsys.types import PublishedVersion, ServerAddress
 from tests.support.ledger.manager_states import address, version
 from tests.support.ledger.state_explorer import Canonical, Copier, Violation, explore

@@ -4,7 +4,6 @@ import pytest
 
 from realsys.manager.ledger import events as e
 from realsys.manager.ledger.journal import Journal
-from realsys.observe.events import Event, EventLog
 from realsys.observe.page import trial_reader as module
 from realsys.observe.page.trial_reader import (
     COLUMNS,
@@ -16,6 +15,7 @@ from realsys.observe.page.trial_reader import (
     ledger_counts,
 )
 from realsys.observe.step_fields import field_of
+from realsys.observe.step_log import Event, EventLog
 from tests.support.view.shown_trial import START, STEPS, events, sample_trial, step_log
 
 

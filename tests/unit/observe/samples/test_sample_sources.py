@@ -21,10 +21,10 @@ from realsys.observe.evaluation_records import (
     stored_evaluations,
     write_result,
 )
-from realsys.observe.samples import dropped_samples
+from realsys.observe.samples import catalogue as catalogue_module
 from realsys.observe.samples.catalogue import Catalogue
 from realsys.observe.samples.filters import Filter, SampleRow, choose
-from realsys.observe.samples.turns import CONTEXT, token_kinds, token_versions, turns, version_spans
+from realsys.observe.samples.step_samples import CONTEXT, token_kinds, token_versions, turns, version_spans
 from realsys.train.record_files import worker_file
 from tests.support.processes.config_trees import changed
 from tests.support.view.shown_trial import HOSTILE, STEPS, sample_trial, write_dropped, write_step
@@ -107,7 +107,7 @@ def test_group_is_read_once(paths, monkeypatch):
         read.append(path)
         return read_group(path)
 
-    monkeypatch.setattr(dropped_samples, "read_group", counted)
+    monkeypatch.setattr(catalogue_module, "read_group", counted)
     catalogue = Catalogue(paths)
     for _ in range(3):
         source = catalogue.open("dropped")
@@ -127,7 +127,7 @@ def test_group_that_left_has_no_text(paths):
 
 
 def test_first_list_reads_a_bounded_number_of_bytes(paths, monkeypatch):
-    monkeypatch.setattr(dropped_samples, "MOST_BYTES", 1)
+    monkeypatch.setattr(catalogue_module, "MOST_BYTES", 1)
     assert [row.group for row in Catalogue(paths).open("dropped").rows()] == ["0000000081"]
 
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from realsys.errors import ConfigError
 from realsys.generation.client import SamplingSpec
-from realsys.observe.events import EventLog
 from realsys.observe.spans import SUFFIX
+from realsys.observe.step_log import EventLog
 from realsys.observe.timeline.clocked_spans import (
     TimelineSpan,
     attempt_of,
@@ -25,22 +25,26 @@ from realsys.observe.timeline.clocked_spans import (
     read_timeline,
 )
 from realsys.observe.timeline.perfetto import Wanted, lanes_of, write_trace
-from realsys.observe.timeline.ways import WAITS, Ways, parts_of_wait, split, ways_of
 from realsys.observe.timeline.why import (
     PARTS,
+    WAITS,
     Facts,
     ServerUse,
     StepTime,
+    Ways,
     WhyReport,
     WorkerUse,
     advice,
     bottleneck,
     explain,
     life_of_groups,
+    parts_of_wait,
     sentence,
     server_use,
+    split,
     step_times,
     sum_of,
+    ways_of,
     worker_use,
 )
 from realsys.rollout.resumable_engine import EngineCall

@@ -14,7 +14,7 @@ import pytest
 from realsys.config.compose import compose
 from realsys.config.doors import TRACKER
 from realsys.launch.cli import main
-from realsys.observe.points import metrics_of
+from realsys.observe.step_fields import metrics_of
 from realsys.observe.trackers import link
 from realsys.observe.trackers.contract import Point, Run
 from realsys.observe.trackers.tensorboard import EventFile, _masked, _varint

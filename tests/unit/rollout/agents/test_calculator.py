@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from realsys.rollout.agents.tools import Calculator, ToolError, calculate
+from realsys.rollout.agents.tool_use import Calculator, ToolError, calculate
 
 
 @pytest.mark.parametrize(

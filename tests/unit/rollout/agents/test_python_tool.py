@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from realsys.reward.sandbox.settings import Output, RunEnded
-from realsys.rollout.agents import tools
+from realsys.rollout.agents import tool_use
 
 
 class Held:
@@ -24,11 +24,11 @@ class Held:
 
 @pytest.fixture
 def tool(monkeypatch):
-    monkeypatch.setattr(tools, "Sandbox", Held)
-    monkeypatch.setattr(tools.shutil, "which", lambda _: "/usr/bin/bwrap")
-    monkeypatch.setattr(tools.os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(tool_use, "Sandbox", Held)
+    monkeypatch.setattr(tool_use.shutil, "which", lambda _: "/usr/bin/bwrap")
+    monkeypatch.setattr(tool_use.os, "cpu_count", lambda: 2)
     Held.go = threading.Event()
-    tool = tools.Python()
+    tool = tool_use.Python()
     yield tool
     Held.go.set()
     tool.close()

@@ -20,8 +20,8 @@ from realsys.generation.completion import Completion
 from realsys.model_files.architecture import END_OF_TURN_ID
 from realsys.reward.sandbox.settings import Output, RunEnded
 from realsys.rollout import agents
-from realsys.rollout.agents import tools
-from realsys.rollout.agents.tools import describe
+from realsys.rollout.agents import tool_use
+from realsys.rollout.agents.tool_use import describe
 from realsys.rollout.environments import Judgement, Task
 from realsys.types import Ticket
 
@@ -187,9 +187,9 @@ def test_timeout_inside_a_tool_fails_the_episode(tokenizer):
 
 def test_stuck_programs_take_no_time_from_others(tokenizer, monkeypatch):
     """Three programs per thread are stuck when a right one comes."""
-    monkeypatch.setattr(tools, "Sandbox", Programs)
-    monkeypatch.setattr(tools.shutil, "which", lambda _: "/usr/bin/bwrap")
-    monkeypatch.setattr(tools.os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(tool_use, "Sandbox", Programs)
+    monkeypatch.setattr(tool_use.shutil, "which", lambda _: "/usr/bin/bwrap")
+    monkeypatch.setattr(tool_use.os, "cpu_count", lambda: 2)
     overrides = ["rollout.agent_args.tools=[python]", "rollout.agent_args.tool_s=0.5"]
     agent = agents.build(compose([*ARGUMENTS, *overrides]), tokenizer, LastText())
     programs = [*["stuck"] * 6, "print(8)"]

@@ -7,7 +7,7 @@ import pytest
 
 from realsys.algorithm.minibatches import sequence_refs
 from realsys.model_calls import SnapshotPlan
-from realsys.train.master.agreement import AgreementMonitor, AgreementSampler
+from realsys.train.master.step_statistics import AgreementMonitor, AgreementSampler
 from realsys.types import CONSTRAINED, SampleMeta
 
 

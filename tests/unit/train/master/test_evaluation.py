@@ -15,7 +15,6 @@ import torch
 from safetensors.torch import save_file
 
 from realsys.cluster.names.connect import trial_names
-from realsys.cluster.names.memory_store import MemoryNameStore
 from realsys.config.evaluation_sets import evaluation_sets
 from realsys.config.paths import TrialPaths
 from realsys.errors import Fenced, StreamError, StuckError, WaitTimeout, WeightsError
@@ -33,20 +32,20 @@ from realsys.manager.messages import (
     TrainedReply,
     TrainedRequest,
 )
+from realsys.manager.operations import status
 from realsys.manager.routing.servers import UpdateOrder
-from realsys.manager.status import status
 from realsys.observe.evaluation_records import EvalSample, append_sample, headline, read_result, read_samples, record
 from realsys.observe.step_log import read_steps
-from realsys.reward.compare_answers import AnswerComparer
+from realsys.reward.pool import AnswerComparer
 from realsys.train.master import request_evaluations
-from realsys.train.master.evaluation_run import EvaluationRun
 from realsys.train.master.recovery import TrainingStart, eval_id_of, unanswered
-from realsys.train.master.request_evaluations import EvaluationRequests, ResultWriter, outcome_of
+from realsys.train.master.request_evaluations import EvaluationRequests, EvaluationRun, ResultWriter, outcome_of
 from realsys.train.master.run import MasterRun
 from realsys.train.master.step_statistics import StepLog
 from realsys.types import PublishedVersion
 from realsys.weights.disk.plain_folders import verify
 from tests.support.ledger.manager_states import ANSWER, ready, update, version
+from tests.support.ledger.memory_store import MemoryNameStore
 from tests.support.processes.config_trees import changed
 
 BOUND_S = 60.0

@@ -29,10 +29,9 @@ from realsys.model_calls import (
     Transfer,
     TransferRequest,
 )
-from realsys.train.master.call_plan import plan_roles
 from realsys.train.master.executor import GraphExecutor, Ownership
 from realsys.train.master.model_workers import ModelWorkers
-from realsys.train.master.step import Warmup, WarmupParts
+from realsys.train.master.step import Warmup, WarmupParts, plan_roles
 from realsys.train.master.step_statistics import batch_statistics
 from realsys.train.requests import HoldRequest
 from realsys.types import SampleMeta

@@ -15,7 +15,7 @@ from realsys.manager.messages import (
     AllocateRequest,
     FinishRequest,
 )
-from realsys.train.master import intake as intake_module
+from realsys.train.master import loop as intake_module
 from realsys.train.master.intake_decisions import IntakeSettings, IntakeState
 from realsys.types import SampleMeta
 from tests.support.training.master_fakes import BOUND_S, Run, run

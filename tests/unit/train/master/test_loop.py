@@ -13,10 +13,10 @@ from realsys.algorithm.token_losses import StepLosses
 from realsys.config.dataflow import SOURCE_KEYS, dataflow_of
 from realsys.errors import NotFiniteError, StuckError, WeightsError
 from realsys.model_calls import SNAPSHOT, MaskRequest, SnapshotPlan
-from realsys.train.master import intake
-from realsys.train.master.call_plan import CallArguments
+from realsys.train.master import loop as intake
 from realsys.train.master.executor import CallResult
 from realsys.train.master.intake_decisions import FEWEST_FAILURES, FEWEST_FILTERED, StuckCheck
+from realsys.train.master.step import CallArguments
 from realsys.train.master.step_statistics import call_seconds, untrained_shares
 from realsys.types import SampleMeta
 from tests.support.processes.config_trees import changed

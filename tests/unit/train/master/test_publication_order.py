@@ -9,12 +9,12 @@ import pytest
 
 from realsys.cluster.commit_folder import Removed
 from realsys.cluster.names.contract import KeyMissing
-from realsys.cluster.names.memory_store import MemoryNameStore
 from realsys.errors import WeightsError
 from realsys.train.master.publish import Publisher, VersionKey
 from realsys.train.requests import SaveWeightsReply
 from realsys.types import PublishedVersion
 from realsys.weights.contract import Committed
+from tests.support.ledger.memory_store import MemoryNameStore
 from tests.support.streams.weight_ranks import WeightRanks
 
 FAILED = {"version": 0, "servers": [{"failures": 1, "version": None}]}

@@ -10,7 +10,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from realsys.cluster.names.memory_store import MemoryNameStore
 from realsys.errors import Fenced, NameStoreError, WeightsError
 from realsys.train.master import publish
 from realsys.train.master.publish import Publisher, VersionKey, set_key
@@ -22,6 +21,7 @@ from realsys.weights.disk.manifest import DiskPlan
 from realsys.weights.disk.stage import stage
 from realsys.weights.disk.transport import DiskPublisher
 from realsys.weights.disk.writer import DiskWriter, ShardWriter
+from tests.support.ledger.memory_store import MemoryNameStore
 from tests.support.streams.weight_ranks import WeightRanks
 
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from realsys.algorithm.schedule import learning_rate
 from realsys.config.schema_train import OptimizerConfig
+from realsys.train.master.step import learning_rate
 
 
 def optimizer(**fields):

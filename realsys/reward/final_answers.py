@@ -105,7 +105,17 @@ def final_answer(completion: str) -> FinalAnswer | None:
     if _FINAL_ANSWER.search(text, last.end):
         return FinalAnswer(text, None, boxed=False)
     answer = last.content.strip("* ") + _suffix(text[last.end :]) if len(last.content) <= _LONGEST else None
-    return FinalAnswer(text, answer, True, _boxed_alternatives(text, found))
+    last = found[-1]
+    alternatives = [last.content]
+    for before, after in zip(reversed(found[:-1]), reversed(found[1:]), strict=True):
+        between = _DELIMITERS.sub(_plain, text[before.end : after.start])
+        if not _BETWEEN.fullmatch(between):
+            break
+        alternatives.append(before.content)
+    rest = _DELIMITERS.sub(_plain, text[last.end :])
+    if match := _NEXT.match(rest):
+        alternatives.append(_trimmed(match["second"]))
+    return FinalAnswer(text, answer, True, alternatives if len(alternatives) > 1 else [])
 
 
 def _without_tag(text: str) -> str:
@@ -165,20 +175,6 @@ def _suffix(rest: str) -> str:
         if split_unit(f"1 {phrase}")[1] is not None:
             return rf"\text{{ {phrase}}}"
     return ""
-
-
-def _boxed_alternatives(text: str, found: list[AnswerBox]) -> list[str]:
-    last = found[-1]
-    alternatives = [last.content]
-    for before, after in zip(reversed(found[:-1]), reversed(found[1:]), strict=True):
-        between = _DELIMITERS.sub(_plain, text[before.end : after.start])
-        if not _BETWEEN.fullmatch(between):
-            break
-        alternatives.append(before.content)
-    rest = _DELIMITERS.sub(_plain, text[last.end :])
-    if match := _NEXT.match(rest):
-        alternatives.append(_trimmed(match["second"]))
-    return alternatives if len(alternatives) > 1 else []
 
 
 def _unboxed(text: str) -> FinalAnswer:

@@ -22,8 +22,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from random import Random
 
-from realsys.reward.service.verdict_protocol import Decided, NoVerifier
-from realsys.reward.verifier_protocol import DIED, MAX_ITEMS, REFUSED, NoVerdict, VerifierWork
+from realsys.reward.verifier_protocol import DIED, MAX_ITEMS, REFUSED, Decided, NoVerdict, NoVerifier, VerifierWork
 from realsys.reward.verifiers.contract import Verdict
 
 FEWEST = 16  # items of a Send, if that many wait: one request costs more than the verdicts of a fast verifier
@@ -206,7 +205,11 @@ class Dispatch:
             while entries and (entries[0].gone or now >= self._deadline(entries[0])):
                 if not (entry := entries.popleft()).gone:
                     self.waiting -= 1
-                    settled.append(self._settle(entry, NoVerifier(self._waited(entry, now))))
+                    problems = [f"{each.name}: {each.problem or 'no room'}" for each in self._instances.values()]
+                    why = "; ".join(problems) or "none is in the name store"
+                    settled.append(
+                        self._settle(entry, NoVerifier(f"waited {now - entry.since:.0f} s for a reward service: {why}"))
+                    )
             if not entries:
                 del self._lots[lot]
         return settled
@@ -229,7 +232,9 @@ class Dispatch:
         if not entries:
             del self._lots[lot]
             return None
-        choice = self._choice(lot.avoid, now)
+        # those to avoid are among them only if all others are away
+        room = [each for each in self._instances.values() if each.room(now)]
+        choice = [each for each in room if each.name not in lot.avoid] if self._has_other(lot.avoid, now) else room
         if not choice:
             return None
         instance = min(choice, key=lambda each: (each.outstanding, self._random.random()))
@@ -245,11 +250,6 @@ class Dispatch:
         self._sends[send.number] = send
         instance.begin(send.number, len(batch))
         return send
-
-    def _choice(self, avoid: frozenset[str], now: float) -> list[Instance]:
-        """Return the services with room. Those to avoid are among them only if all others are away."""
-        room = [each for each in self._instances.values() if each.room(now)]
-        return [each for each in room if each.name not in avoid] if self._has_other(avoid, now) else room
 
     def _has_other(self, avoid: frozenset[str], now: float) -> bool:
         return any(each.name not in avoid and not each.is_away(now) for each in self._instances.values())
@@ -301,12 +301,6 @@ class Dispatch:
     def _deadline(self, entry: DispatchEntry) -> float:
         unheard = max(entry.since, self._heard_at) + self._bounds.retry_timeout_s
         return min(unheard, entry.added + self._bounds.total_timeout_s)
-
-    def _waited(self, entry: DispatchEntry, now: float) -> str:
-        """Say what an item has waited for."""
-        problems = [f"{each.name}: {each.problem or 'no room'}" for each in self._instances.values()]
-        why = "; ".join(problems) or "none is in the name store"
-        return f"waited {now - entry.since:.0f} s for a reward service: {why}"
 
 
 def _batch(entries: deque[DispatchEntry], most: int) -> list[DispatchEntry]:

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from realsys.errors import ConfigError, NoVerifierError, RewardError, StuckError
 from realsys.reward import pool
-from realsys.reward.judge.llm_judge import LlmJudge
-from realsys.reward.judge.rate_limits import WINDOW_S, RateLimits, RequestGate
+from realsys.reward.llm_judge import WINDOW_S, LlmJudge, RateLimits, RequestGate
 from realsys.reward.open_verifiers import own_verifiers
 from realsys.reward.verifiers.contract import Item, Verdict
 from tests.support.processes.config_trees import changed

@@ -11,8 +11,8 @@ from realsys.config.schema import Config, DataConfig, EvalConfig
 from realsys.config.schema_data import EvalSetConfig
 from realsys.errors import ConfigError
 from realsys.launch.prepare import resolve
-from realsys.reward.judge.llm_judge import Trouble, read_reply, trouble_of
-from realsys.reward.judge.rubric import Criterion, JudgeArguments, Rubric, RubricError, read_rubric
+from realsys.reward.llm_judge import Trouble, read_reply, trouble_of
+from realsys.reward.rubric import Criterion, JudgeArguments, Rubric, RubricError, read_rubric
 from realsys.reward.verifiers.contract import Item
 
 TWO = [

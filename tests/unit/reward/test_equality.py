@@ -2,8 +2,7 @@
 
 import pytest
 
-from realsys.reward.mathematics.equality import check_reference, is_right, last_time, read_time
-from realsys.reward.mathematics.final_answers import (
+from realsys.reward.final_answers import (
     after_thinking,
     boxes,
     final_answer,
@@ -14,6 +13,7 @@ from realsys.reward.mathematics.final_answers import (
     split_unit,
     tidy_answer,
 )
+from realsys.reward.math_equality import check_reference, is_right, last_time, read_time
 
 PERCENT = [
     (r"\boxed{50\%}", "0.5", True),

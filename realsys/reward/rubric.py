@@ -131,7 +131,14 @@ class Rubric:
         self.names = self._parts[1::2]
         if not {COMPLETION, FINAL}.intersection(self.names):
             raise RubricError("has neither {completion} nor {final}: the judge would not see what it judges")
-        _check(self.criteria)
+        names = [each.name for each in self.criteria]
+        for each in self.criteria:
+            if names.count(each.name) > 1:
+                raise RubricError(f"has two criteria named {each.name!r}: give each a name of its own")
+            if not each.low < each.high:
+                raise RubricError(
+                    f"criterion {each.name!r} goes from {each.low:g} to {each.high:g}: low must be below high"
+                )
 
     def problem(self, item: Item) -> str | None:
         """Return the first placeholder that the row of an item cannot fill; None if it fills all."""
@@ -148,7 +155,7 @@ class Rubric:
             "prompt": item.prompt,
             "answer": item.answer,
             COMPLETION: _marked(item.completion, mark),
-            FINAL: _marked(final_part(item.completion), mark),
+            FINAL: _marked(item.completion.rpartition("</think>")[2], mark),
         }
         filled = list(self._parts)
         filled[1::2] = [values[name] if name in values else _text(item.extra, name) for name in self.names]
@@ -171,22 +178,6 @@ class Rubric:
             each.weight / total * (scores[each.name] - each.low) / (each.high - each.low) for each in self.criteria
         )
         return min(1.0, max(0.0, share))
-
-
-def final_part(completion: str) -> str:
-    """Return what follows the last ``</think>``, or all of a completion without it."""
-    return completion.rpartition("</think>")[2]
-
-
-def _check(criteria: tuple[Criterion, ...]) -> None:
-    names = [each.name for each in criteria]
-    for each in criteria:
-        if names.count(each.name) > 1:
-            raise RubricError(f"has two criteria named {each.name!r}: give each a name of its own")
-        if not each.low < each.high:
-            raise RubricError(
-                f"criterion {each.name!r} goes from {each.low:g} to {each.high:g}: low must be below high"
-            )
 
 
 def _marked(text: str, mark: str) -> str:

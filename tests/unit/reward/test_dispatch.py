@@ -7,18 +7,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from realsys.cluster.http_server import RefusedRequest
-from realsys.reward.service.dispatch import (
-    FEWEST,
-    JUDGEMENTS,
-    LAST_DELAY_S,
-    MOST_BYTES,
-    WINDOW,
-    Dispatch,
-    DispatchBounds,
+from realsys.reward.dispatch import FEWEST, JUDGEMENTS, LAST_DELAY_S, MOST_BYTES, WINDOW, Dispatch, DispatchBounds
+from realsys.reward.reward_server import RequestRoom
+from realsys.reward.verifier_protocol import (
+    DIED,
+    MAX_ITEMS,
+    RAISED,
+    REFUSED,
+    Decided,
+    NoVerdict,
+    NoVerifier,
+    VerifierWork,
 )
-from realsys.reward.service.reward_server import RequestRoom
-from realsys.reward.service.verdict_protocol import Decided, NoVerifier
-from realsys.reward.verifier_protocol import DIED, MAX_ITEMS, RAISED, REFUSED, NoVerdict, VerifierWork
 from realsys.reward.verifiers.contract import Verdict
 
 RETRY_S, TOTAL_S = 60.0, 600.0

@@ -22,7 +22,7 @@ from latex2sympy2_extended.logic import And
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 from math_verify.grader import get_pct_val
 
-from realsys.reward.mathematics.final_answers import (
+from realsys.reward.final_answers import (
     FinalAnswer,
     Unit,
     boxes,
@@ -192,7 +192,13 @@ def _same_answer(expected: Reference, final: FinalAnswer) -> bool | None:
     assert final.answer is not None
     answer, unit = split_unit(tidy_answer(final.answer))
     if expected.unit is not None and unit is not None and unit != expected.unit:
-        return _same_quantity(expected, answer, unit)
+        assert expected.unit is not None
+        if unit.powers != expected.unit.powers:
+            return False
+        scale = sympy.Rational(unit.size / expected.unit.size)
+        read = [value.expression for value in _read_answer(answer, expected.config)]
+        given = [Value(expression * scale) for expression in read if _is_number(expression)]
+        return _any_equal(expected.values, given)
     values = _read_answer(answer, expected.config)
     brackets = {_brackets(expected.text), _brackets(final.answer)}
     if brackets == {"set", "pair"}:  # math-verify compares their elements only
@@ -210,16 +216,6 @@ def _brackets(text: str) -> str | None:
     """Return what the brackets around the elements of a text say: a set, or a pair (also an interval)."""
     match = re.fullmatch(r"(?P<set>\\\{[^(){}\[\]]*\\\})|(?P<pair>\([^(){}\[\]]*,[^(){}\[\]]*\))", text.strip("$ "))
     return match.lastgroup if match else None
-
-
-def _same_quantity(expected: Reference, answer: str, unit: Unit) -> bool:
-    assert expected.unit is not None
-    if unit.powers != expected.unit.powers:
-        return False
-    scale = sympy.Rational(unit.size / expected.unit.size)
-    read = [value.expression for value in _read_answer(answer, expected.config)]
-    given = [Value(expression * scale) for expression in read if _is_number(expression)]
-    return _any_equal(expected.values, given)
 
 
 def _matches(expected: Reference, text: str) -> bool:

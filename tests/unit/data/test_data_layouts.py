@@ -14,10 +14,8 @@ from decimal import Decimal
 import pytest
 
 from realsys.config.doors import LAYOUT
-from realsys.data.layouts.code_rows import inflate, packed_text, pickled_text
-from realsys.data.layouts.code_tests import CallTest, CodeTests, StdioTest, code_tests_of
-from realsys.data.layouts.contract import RowError, detect, layout_of
-from realsys.data.lines import Message
+from realsys.data.layouts import RowError, detect, inflate, layout_of, packed_text, pickled_text
+from realsys.data.lines import CallTest, CodeTests, Message, StdioTest, code_tests_of
 from realsys.errors import ConfigError, DataError
 from tests.support.data import data_rows as rows
 from tests.support.data.data_rows import ROWS

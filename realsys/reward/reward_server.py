@@ -1,4 +1,4 @@
-"""HTTP surface of a VerifierPool (``verdict_protocol.py``). A request is held until all of its items are decided.
+"""HTTP surface of a VerifierPool (``verifier_protocol.py``). A request is held until all of its items are decided.
 
 POST /verify ──> room? ──> a task for each item in the pool ──> lines with outcomes ──> the rest
                                   ^
@@ -28,8 +28,8 @@ from realsys.cluster.http_server import Admission, Guard, RefusedRequest
 from realsys.cluster.lease import CheckAlive, unleased
 from realsys.errors import MALFORMED, NoVerifierError, RewardError
 from realsys.observe.rate import RateWindow
+from realsys.reward import verifier_protocol as p
 from realsys.reward.pool import OVER_LIMIT, VerifierPool
-from realsys.reward.service import verdict_protocol as p
 from realsys.reward.verifier_protocol import NoVerdict, VerifierWork
 from realsys.reward.verifiers.contract import Verdict
 

@@ -1,4 +1,4 @@
-"""Name store in a dictionary, for tests inside one process."""
+"""Name store in a dictionary, for tests inside one process. It keeps the contract of the others."""
 
 from __future__ import annotations
 
