@@ -47,6 +47,7 @@ setup(
         "megatron-core>=0.16.1,<0.17",
         "msgspec>=0.18",
         "numpy>=1.26",
+        "packaging>=23",  # realsys doctor compares versions
         "prometheus-client>=0.20",
         "protobuf>=4",
         "psutil>=5.9",  # Megatron's checkpointing hangs without it

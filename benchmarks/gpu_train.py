@@ -157,7 +157,7 @@ def fitting_tokens(folder: Path, case: Case, most: int) -> int:
 
 
 def config_of(folder: Path, case: Case, tokens: int) -> Config:
-    train = {"microbatch_tokens": tokens, "ppo": {"advantage": RAW_ADVANTAGES, "minibatches": 1}, **case.train}
+    train = {"microbatch_tokens": tokens, "ppo": {"advantage": RAW_ADVANTAGES, "minibatches": 2}, **case.train}
     return Config.model_validate({"model": {"dtype": "bfloat16", "path": str(folder)}, "train": train})
 
 

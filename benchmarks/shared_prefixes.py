@@ -81,7 +81,7 @@ def cases() -> Iterator[tuple[str, float]]:
 
 
 def measure(model: str, folder: Path, options: argparse.Namespace, device: Device) -> Iterator[dict[str, Any]]:
-    train = {"microbatch_tokens": options.microbatch, "ppo": {"advantage": RAW_ADVANTAGES, "minibatches": 1}}
+    train = {"microbatch_tokens": options.microbatch, "ppo": {"advantage": RAW_ADVANTAGES, "minibatches": 2}}
     dtype = "bfloat16" if model == "135m" else "float32"
     config = Config.model_validate({"model": {"dtype": dtype}, "train": train})
     _, clock = clock_of(device)

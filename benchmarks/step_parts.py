@@ -74,7 +74,7 @@ def step(role: Role, refs: list[Any], memory: OffloadCopies) -> dict[str, float]
 
 
 def measure(folder: Path, parameters: int, options: argparse.Namespace, device: Device) -> dict[str, Any]:
-    train = {"microbatch_tokens": 2048, "ppo": {"advantage": RAW_ADVANTAGES, "minibatches": 1}}
+    train = {"microbatch_tokens": 2048, "ppo": {"advantage": RAW_ADVANTAGES, "minibatches": 2}}
     config = Config.model_validate({"model": {"dtype": "bfloat16"}, "train": train})
     lengths = np.random.default_rng(1).integers(35, 66, options.sequences).tolist()
     refs, samples = make_batch(lengths, PRESETS["135m"].outputs, 1)

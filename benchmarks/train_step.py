@@ -143,7 +143,7 @@ def our_step(role: Role, refs: Sequence[SequenceRef]) -> Step:
 
 
 def make_config(options: argparse.Namespace) -> Config:
-    ppo = {"advantage": RAW_ADVANTAGES, "eps_clip": EPS_CLIP, "minibatches": 1}
+    ppo = {"advantage": RAW_ADVANTAGES, "eps_clip": EPS_CLIP, "minibatches": 2}
     optimizer = {"lr": LR, "weight_decay": 0.0}  # which parameters decay differs between the two
     return Config.model_validate({"train": {"microbatch_tokens": options.tokens, "ppo": ppo, "optimizer": optimizer}})
 

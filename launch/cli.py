@@ -47,6 +47,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "samples": (f"{_COMMANDS}.samples", "show samples of a train step or an evaluation"),
     "why": (f"{_COMMANDS}.why", "say who waits for whom in a trial, and what would help"),
     "trace": (f"{_COMMANDS}.trace", "write the timeline of a trial for ui.perfetto.dev"),
+    "doctor": (f"{_COMMANDS}.doctor", "check this machine: packages, GPUs, limits, programs"),
     "config": (f"{_COMMANDS}.config", "print the configuration of a run, start nothing"),
     "data": (f"{_COMMANDS}.data", "check a data set"),
     "completion": (f"{_COMMANDS}.completion", "print the script that completes words in a shell"),

@@ -19,7 +19,9 @@ def ppo(config: Config) -> Dataflow:
     in_reward = ppo.kl.coef > 0 and ppo.kl.place == "reward"
     in_loss = ppo.kl.coef > 0 and ppo.kl.place == "loss"
     scores = frozenset({"scores"} if ppo.reward_model_weight else ())
-    prox = frozenset({"prox_logprobs"} if ppo.use_decoupled_loss else ())
+    # With one minibatch the weights before the first update are those of the training pass itself.
+    needs_prox = ppo.use_decoupled_loss is True and (ppo.minibatches > 1 or in_reward)
+    prox = frozenset({"prox_logprobs"} if needs_prox else ())
     source = frozenset({"tokens", "behav_logprobs"})
     tokens = frozenset({"tokens"})
     calls = []
@@ -34,7 +36,7 @@ def ppo(config: Config) -> Dataflow:
         calls.append(FunctionCall("ref_inf", "ref", "ref_inf", tokens, frozenset({"ref_logprobs"})))
     if ppo.critic.enabled:
         calls.append(FunctionCall("critic_inf", "critic", "critic_inf", tokens, frozenset({"values"})))
-    # Versions: without actor_inf, this call compares engine and trainer.
+    # Versions: without actor_inf, this call compares engine and trainer, and may interpolate.
     reads = source | (prox or {"versions"}) | scores
     if token_level_advantages(config):
         inputs = frozenset({"behav_logprobs"}) | prox | scores

@@ -104,6 +104,18 @@ def actor_loss(
     return loss_sum / denominator, stats | reported | counts | {"loss_sum": loss_sum.detach()}
 
 
+def interpolated_prox(theta: Tensor, behav: Tensor, versions: Tensor, version: int) -> Tensor:
+    """Return proximal log-probs [t] without a forward pass: A-3PO, arXiv 2512.06547, section 3.
+
+        prox = behav + a * (theta - behav)        a = d / (d + 1)        d = version - versions
+
+    The nearer the weights that sampled a token are to ``version``, whose update makes theta, the nearer is prox to
+    behav; for d = 0 they are equal. Float32, no gradient.
+    """
+    staleness = (version - versions).clamp(min=0).float()
+    return behav + staleness / (staleness + 1.0) * (theta.detach() - behav)
+
+
 def _ratios(
     theta: Tensor, prox: Tensor, behav: Tensor, mask: Tensor, episodes: Segments | None
 ) -> tuple[Tensor, Tensor, Stats]:

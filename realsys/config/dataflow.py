@@ -3,7 +3,7 @@
 A call is ready when all keys that it reads exist. These are the calls that the settings of ``train.ppo`` can enable:
 
     (stream) tokens with loss_mask, behav_logprobs, versions, token_rewards, kv_versions, temperatures
-        ├──> actor_inf   -> prox_logprobs     decoupled loss
+        ├──> actor_inf   -> prox_logprobs     decoupled loss, several minibatches
         ├──> ref_inf     -> ref_logprobs      KL to a reference
         ├──> critic_inf  -> values            critic
         ├──> reward_inf  -> scores            reward model

@@ -111,8 +111,10 @@ class PPOConfig(Section):
         description="mean over all tokens; mean over episodes of their token means;"
         " or mean over episodes of sum / max_new_tokens",
     )
-    use_decoupled_loss: bool = Field(
-        True, description="clip around the weights at the start of the step, and weight by w = prox / behav"
+    use_decoupled_loss: bool | Literal["interpolated"] = Field(
+        True,
+        description="clip around the weights at the start of the step, and weight by w = prox / behav;"
+        " interpolated: prox lies between theta and behav, which saves a forward pass (A-3PO)",
     )
     eps_clip: OpenProbability = Field(0.2, description="clip range of the ratio: 1 - eps_clip to 1 + eps_clip")
     eps_clip_higher: SmallFloat = Field(

@@ -163,15 +163,17 @@ class _Drive:
         return {**environment(faults, self._faults), "TMPDIR": str(self._tmp)}
 
     def _armed(self, number: int, row: Row) -> list[Fault]:
-        """The hold before the row's first step, and its faults."""
+        """The hold before the row's first step, its faults, and a hold that keeps steps for the proof.
+
+        A fault of an agent or launcher fires by the clock: without the second hold a fast run has used up the row's
+        steps by then, and stands before the next row's hold.
+        """
         gate = f"go-{number}"
         at = 2 + STEPS * number
         hold = Fault(f"hold-{number}", "master_worker/0", "master.batch", "hold", at=at, until=gate)
+        seen = Fault(_seen(number), "master_worker/0", "master.batch", "hold", at=at + 3, until=_seen(number))
         disk = Fault("mount", "model_worker/0", "weights.write", "hold", until="mounted")
-        faults = []
-        if row.said or row.act:
-            last = _said(number)
-            faults.append(Fault(last, "master_worker/0", "master.batch", "hold", at=at + 2, until=last))
+        faults = [seen]
         for part, fault in enumerate(row.faults):
             faults.append(msgspec.structs.replace(fault, name=f"{number}-{part}", gate=gate))
             if row.in_order:
@@ -196,8 +198,8 @@ class _Drive:
             fired = self._fire(run, number, row, result)
             for pattern in row.said:
                 run.until(lambda p=pattern, n=lengths: run.has_said(p, n), f"a line with {pattern!r}", FIRE_S)
-            (self._faults / _said(number)).touch()
             before = run.steps()
+            (self._faults / _seen(number)).touch()
             result.outcome = "did not recover"
             run.until_step(before + PROOF, RECOVER_S)
             result.recovery_s = round(time.time() - fired, 2)
@@ -243,9 +245,9 @@ class _Drive:
         result.problems += checks.leftovers(run, self._tmp, shared_memory)
 
 
-def _said(number: int) -> str:
-    """Return the name of the gate that opens when launcher and agents have said what a row waits for."""
-    return f"said-{number}"
+def _seen(number: int) -> str:
+    """Return the name of the gate that opens when a row's faults have fired and what it waits for was said."""
+    return f"seen-{number}"
 
 
 def _marker(number: int, part: int) -> str:

@@ -31,8 +31,8 @@ class LossInputs:
     t is 0 on a data rank that has fewer rows than others.
 
     theta       float32  log-probs under the weights being trained; has a gradient
-    prox        float32  log-probs under the weights before the step's first update; equal to
-                         ``behav`` if ``cfg.use_decoupled_loss`` is off
+    prox        float32  log-probs under the weights before the step's first update; between ``behav`` and
+                         theta if ``cfg.use_decoupled_loss`` is interpolated, equal to ``behav`` if it is off
     behav       float32  log-probs recorded when the tokens were sampled
     u           float32  exp(theta - prox); has the gradient of theta
     w           float32  exp(prox - behav) before its cap, no gradient. Shared code multiplies the

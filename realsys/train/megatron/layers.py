@@ -10,8 +10,9 @@ Engine.
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,6 +30,8 @@ from realsys.train.megatron.megatron_core import (
     get_gpt_layer_local_spec,
 )
 from realsys.train.worker.packing import on_device
+
+log = logging.getLogger(__name__)
 
 #: Token pairs whose attention costs about as much as one more kernel launch: the padding that is
 #: worth saving one.
@@ -366,8 +369,8 @@ def block_spec(config: TransformerConfig, layers: int) -> TransformerBlockSubmod
 
 # ---- elementwise parts of the layer with explicit backward passes
 #
-# On a CPU, memory traffic between elementwise operations bounds the step of a small model. Each function here replaces
-# a chain of operations that autograd would run one by one.
+# Memory traffic between elementwise operations bounds the step of a small model on a CPU, and costs a tenth of a large
+# model's on a GPU. Each function here replaces a chain of operations that autograd would run one by one.
 
 
 class _RmsNorm(torch.autograd.Function):
@@ -395,12 +398,64 @@ class _RmsNorm(torch.autograd.Function):
         return grad_x.to(grads[0].dtype), grad_weight.to(weight.dtype), None
 
 
+class Fused:
+    """An elementwise function that torch compiles to one kernel. If it cannot, the function runs as it is written.
+
+    A chain of elementwise operations reads and writes the GPU's memory once for each operation, and the kernel once.
+    It computes in float32 and rounds its result only. Compiling takes seconds, once per process and dtype, and needs
+    Triton and a C compiler.
+    """
+
+    def __init__(self, function: Callable[..., torch.Tensor], backend: str = "inductor") -> None:
+        self.written = function
+        self.backend = backend
+        self._compiled: Callable[..., torch.Tensor] | None = None
+
+    @property
+    def is_compiled(self) -> bool:
+        """True after a call that ran the kernel."""
+        return self._compiled not in (None, self.written)
+
+    def __call__(self, *inputs: torch.Tensor) -> torch.Tensor:
+        if self._compiled is None:
+            self._compiled = torch.compile(self.written, fullgraph=True, dynamic=True, backend=self.backend)
+        try:
+            return self._compiled(*inputs)
+        except torch._dynamo.exc.TorchDynamoException as error:
+            cause = str(error).strip().partition("\n")[0]
+            log.warning("%s is not one kernel, because it cannot be compiled: %s", self.written.__name__, cause)
+            self._compiled = self.written
+            return self.written(*inputs)
+
+
+@Fused
+def swiglu_kernel(x: torch.Tensor) -> torch.Tensor:
+    gate, up = x.float().chunk(2, -1)
+    return (torch.nn.functional.silu(gate) * up).to(x.dtype)
+
+
+@Fused
+def swiglu_gradient_kernel(x: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    gate, up = x.float().chunk(2, -1)
+    sigmoid = gate.sigmoid()
+    silu = gate * sigmoid
+    return torch.cat([grad * up * (sigmoid + silu - silu * sigmoid), grad * silu], -1).to(x.dtype)
+
+
+@Fused
+def rotation_kernel(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    first, second = x.float().chunk(2, -1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
+
+
 class _Swiglu(torch.autograd.Function):
     """[..., 2n] -> [..., n]: silu of the first half times the second."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(x)
+        if x.is_cuda:
+            return swiglu_kernel(x)
         gate, up = x.chunk(2, -1)
         activated: torch.Tensor = torch.nn.functional.silu(gate).mul_(up)
         return activated
@@ -408,6 +463,8 @@ class _Swiglu(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
         (x,) = ctx.saved_tensors
+        if x.is_cuda:
+            return swiglu_gradient_kernel(x, grads[0])
         gate, up = x.chunk(2, -1)
         out = torch.empty_like(x)
         grad_gate, grad_up = out.chunk(2, -1)
@@ -437,6 +494,8 @@ class _Rotate(torch.autograd.Function):
 def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sign: float) -> torch.Tensor:
     # In fp32, rounded once at the end, as the generation engines do: in bf16 the error of a score at
     # 32k tokens is 1.5 times as large.
+    if x.is_cuda:
+        return rotation_kernel(x, cos, sin if sign > 0 else -sin)
     first, second = x.float().chunk(2, -1)
     out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
     out_first, out_second = out.chunk(2, -1)

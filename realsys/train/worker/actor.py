@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
 
-from realsys.algorithm.loss import actor_loss, loss_denominator, sft_loss, should_stop
+from realsys.algorithm.loss import actor_loss, interpolated_prox, loss_denominator, sft_loss, should_stop
 from realsys.algorithm.loss_tokens import Segments
 from realsys.algorithm.losses import ConfiguredLoss, load_loss
 from realsys.algorithm.minibatches import counts_in_loss
+from realsys.config.schema_train import PPOConfig
 from realsys.model_calls import SNAPSHOT, MfcRequest
 from realsys.train.megatron.heads import Outputs
 from realsys.train.megatron.train_engine import LossFunction, Stats
@@ -23,6 +24,8 @@ from realsys.types import SequenceRef
 
 #: arrays that the loss may read; the dataflow decides which of them the call gets
 _READ = ("behav_logprobs", "prox_logprobs", "advantages", "ref_logprobs")
+#: (micro-batch, log-probs theta of its loss tokens [t]) -> proximal log-probs [t], no gradient
+Proximal = Callable[[MicroBatch, torch.Tensor], torch.Tensor]
 
 
 class ActorTrain:
@@ -42,6 +45,8 @@ class ActorTrain:
         steps = OptimizerSteps(role, call_argument(request, "lr"))
         inputs = role.call(request).inputs
         keys = [key for key in _READ if key in inputs]
+        proximal = _proximal(ppo, request.version, stored="prox_logprobs" in inputs)
+        keys += ["versions"] if ppo.use_decoupled_loss == "interpolated" else []
         of_episodes = episode_advantages(request, config) if "advantages" not in inputs else None
         kl_coef = call_argument(request, "kl_coef") if "ref_logprobs" in inputs else 0.0
         skipped = skipped_samples(request, config)
@@ -56,7 +61,7 @@ class ActorTrain:
                 [r for r in part if counts_in_loss(r, ppo) and r.sample_id not in skipped] for part in minibatch
             ]
             batches = role.microbatches(computed, keys)
-            loss = self._loss(role, policy_loss, of_episodes, denominator, kl_coef)
+            loss = self._loss(role, policy_loss, of_episodes, denominator, kl_coef, proximal)
             steps.take(minibatch, batches, loss, denominator, stop)
             if steps.stopped:
                 break
@@ -72,6 +77,7 @@ class ActorTrain:
         of_episodes: Mapping[str, float] | None,
         denominator: float,
         kl_coef: float,
+        proximal: Proximal,
     ) -> LossFunction:
         ppo = role.config.train.ppo
 
@@ -85,7 +91,7 @@ class ActorTrain:
                 advantages = role.packer.per_loss_token(batch, [of_episodes[ref.sample_id] for ref in batch.refs])
             return actor_loss(
                 theta,
-                batch.arrays.get("prox_logprobs", behav),
+                proximal(batch, theta),
                 behav,
                 advantages,
                 torch.ones_like(theta, dtype=torch.bool),
@@ -99,6 +105,23 @@ class ActorTrain:
             )
 
         return loss
+
+
+def _proximal(ppo: PPOConfig, version: int, *, stored: bool) -> Proximal:
+    """Return how the loss gets the proximal log-probs of a micro-batch.
+
+    version    version of the weights before the step
+    stored     a call of the dataflow computed them
+    """
+    if stored:
+        return lambda batch, theta: batch.arrays["prox_logprobs"]
+    if ppo.use_decoupled_loss == "interpolated":
+        return lambda batch, theta: interpolated_prox(
+            theta, batch.arrays["behav_logprobs"], batch.arrays["versions"], version
+        )
+    if ppo.use_decoupled_loss and ppo.minibatches == 1:
+        return lambda batch, theta: theta.detach()  # the pass of the only update has the weights before it
+    return lambda batch, theta: batch.arrays["behav_logprobs"]
 
 
 def segments_of(refs: Sequence[SequenceRef]) -> Segments:

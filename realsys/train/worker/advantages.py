@@ -88,7 +88,7 @@ class Advantages:
         the step's updates.
         """
         ppo = role.config.train.ppo
-        policy = _stored(role, own, "prox_logprobs" if ppo.use_decoupled_loss else "behav_logprobs")
+        policy = _stored(role, own, "prox_logprobs" if ppo.use_decoupled_loss is True else "behav_logprobs")
         reference = _stored(role, own, "ref_logprobs")
         divergence: F32 = kl_estimate(torch.from_numpy(policy), torch.from_numpy(reference), ppo.kl.estimator).numpy()
         return divergence

@@ -11,7 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from realsys.algorithm.loss import actor_loss, finish_stats, loss_denominator, merge_stats, sft_loss
+from realsys.algorithm.loss import (
+    actor_loss,
+    finish_stats,
+    interpolated_prox,
+    loss_denominator,
+    merge_stats,
+    sft_loss,
+)
 from realsys.config.schema_train import PPOConfig
 from realsys.types import SequenceRef
 
@@ -36,6 +43,16 @@ def loss_and_gradient(cfg: PPOConfig, denominator: float = 5.0) -> tuple[float, 
     loss.backward()
     assert theta.grad is not None
     return loss.item(), theta.grad.tolist(), {name: value.item() for name, value in stats.items()}
+
+
+def test_interpolated_prox_follows_the_staleness_of_each_token() -> None:
+    """A-3PO: prox = behav^(1/d) theta^(1 - 1/d), where d counts the update that is under way."""
+    theta = torch.tensor([-1.0, -1.0, -1.0, -1.0], requires_grad=True)
+    behav = torch.tensor([-3.0, -3.0, -3.0, -3.0])
+    prox = interpolated_prox(theta, behav, torch.tensor([7.0, 6.0, 4.0, 8.0]), version=7)
+    # d = 1, 2, 4, and a token that is newer than the step (it cannot be, and is not extrapolated)
+    assert prox.tolist() == [-3.0, -2.0, -1.5, -3.0]
+    assert not prox.requires_grad
 
 
 def test_decoupled_loss_is_the_formula_of_the_paper() -> None:

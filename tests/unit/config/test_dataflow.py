@@ -53,6 +53,23 @@ def test_independent_calls_are_ready_together():
     assert [c.name for c in diamond.ready(["tokens", "loss_mask"], [])] == ["inf", "ref"]
 
 
+@pytest.mark.parametrize(
+    ("settings", "has_pass"),
+    [
+        ("", True),
+        ("train.ppo.minibatches=1", False),
+        ("train.ppo.minibatches=1 train.ppo.kl.coef=0.1", False),
+        ("train.ppo.minibatches=1 train.ppo.kl.coef=0.1 train.ppo.kl.place=reward", True),
+        ("train.ppo.use_decoupled_loss=interpolated", False),
+    ],
+)
+def test_inference_pass_runs_only_where_its_result_is_new(settings: str, has_pass: bool) -> None:
+    flow = dataflows.ppo(changed(*settings.split(), "train.ppo.skip_zero_advantage=false"))
+    assert ("actor_inf" in [c.name for c in flow.calls]) is has_pass
+    [train] = [c for c in flow.calls if c.name == "actor_train"]
+    assert ("prox_logprobs" in train.inputs, "versions" in train.inputs) == (has_pass, not has_pass)
+
+
 def test_rewards_of_turns_need_advantages_of_tokens():
     flow = dataflows.ppo(changed("train.ppo.turn_rewards=true", "train.ppo.skip_zero_advantage=false"))
     assert "token_rewards" in flow.source_keys and "token_rewards" not in dataflows.ppo(changed()).source_keys

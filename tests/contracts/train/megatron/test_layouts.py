@@ -108,7 +108,7 @@ def make_config(**train: Any) -> Config:
             "train": {
                 "microbatch_tokens": 80,
                 "optimizer": {"clip_grad": 1e9},
-                "ppo": {"minibatches": 1, "c_clip": 3.0, "behav_imp_weight_cap": 0.0},
+                "ppo": {"minibatches": 2, "c_clip": 3.0, "behav_imp_weight_cap": 0.0},
                 **train,
             },
         }

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from realsys.config.dataflow import Dataflow, FunctionCall
+from realsys.config.dataflow import Dataflow, FunctionCall, dataflow_of
 from realsys.config.doors import CALL_HANDLER, HOOK
 from realsys.config.schema import Config
 from realsys.errors import ConfigError, ModelError, NotFiniteError
@@ -332,6 +332,40 @@ def test_unknown_handler_is_refused_with_the_known_ones() -> None:
         "config: dataflow='critic_trian': unknown call handler: use one of actor_inf, actor_train, advantages, "
         "critic_inf, critic_train, ref_inf, reward_inf, sft, or package.module:name"
     )
+
+
+@pytest.mark.parametrize("mode", [True, "interpolated"])
+@pytest.mark.parametrize("layout", ["d2", "p2"])
+def test_step_without_an_inference_pass_equals_one_with_it(folders: dict[str, Path], layout: str, mode: Any) -> None:
+    """One minibatch: the training pass has the weights before the step. Interpolated: A-3PO on the same numbers."""
+    with_pass, without = make_config(minibatches=2), make_config(minibatches=1, use_decoupled_loss=mode)
+    assert [call.name for call in dataflow_of(without).calls] == ["actor_train"]
+    meshes = whole(layout, "actor")
+    ages = {ref.sample_id: (np.arange(ref.loss_tokens) % 4).astype(np.int32) for ref in REFS}
+
+    def body(rank: int, device: Device) -> Any:
+        ends = []
+        for config in (with_pass, without):
+            worker = Worker(rank, device, config, meshes, folders)
+            worker.fill({name: own | {"versions": -ages[name]} for name, own in ARRAYS.items()})
+            if config is with_pass:
+                worker.call("actor_inf", "actor", [REFS])
+                worker.spread(REFS, "prox_logprobs")
+                for name, age in ages.items() if mode == "interpolated" else ():
+                    behav, theta = ARRAYS[name]["behav_logprobs"], worker.data.get(name, "prox_logprobs")
+                    prox = (behav / (1 + age) + theta * age / (1 + age)).astype(np.float32)
+                    worker.data.put(name, {"prox_logprobs": prox})
+            stats = worker.call("actor_train", "actor", [REFS], lr=1e-2).stats
+            ends.append((stats, weights(worker, "actor")))
+        return ends
+
+    for (stored, before), (computed, after) in run_ranks(2, body, without):
+        assert stored.keys() == computed.keys()
+        for name, tensor in before.items():
+            torch.testing.assert_close(after[name], tensor, rtol=0, atol=1e-5)
+        if "w_mean" in stored:
+            assert computed["w_mean"] == pytest.approx(stored["w_mean"], rel=1e-6)
+            assert computed["u_mean"] == pytest.approx(stored["u_mean"], rel=1e-6)
 
 
 def test_training_without_a_learning_rate_is_refused(folders: dict[str, Path]) -> None:

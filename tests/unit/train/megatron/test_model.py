@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,25 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
+from tqdm import tqdm
 
 from realsys.config.allocation import ParallelLayout
 from realsys.errors import ModelError
 from realsys.model_files.architecture import HfModel
 from realsys.model_files.config_json import read_model
 from realsys.train.megatron.hf_model import HFReader, ShardMap, assign_writers, check_layout
-from realsys.train.megatron.layers import pack_segments, pad_rows, rms_norm, rotate, select_rows, swiglu
+from realsys.train.megatron.layers import (
+    Fused,
+    pack_segments,
+    pad_rows,
+    rms_norm,
+    rotate,
+    rotation_kernel,
+    select_rows,
+    swiglu,
+    swiglu_gradient_kernel,
+    swiglu_kernel,
+)
 
 QWEN2: dict[str, Any] = {
     "model_type": "qwen2",
@@ -142,6 +155,46 @@ def test_fused_operations_have_gradients_of_plain_ones() -> None:
         torch.testing.assert_close(outputs[0], outputs[1])
         for got, expected in zip(grads[0], grads[1], strict=True):
             torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_kernels_for_gpus_equal_the_operations_in_double(
+    dtype: torch.dtype, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One graph of torch each, which the inductor makes a kernel of; it rounds once, whatever the strides."""
+    monkeypatch.setattr(tqdm, "monitor_interval", 0)  # torch's compiler shows progress, whose thread never ends
+    caplog.set_level(logging.WARNING)
+    generator = torch.Generator().manual_seed(4)
+    x, grad = (torch.randn(5, n, generator=generator).to(dtype) for n in (12, 6))
+    heads = torch.randn(2, 5, 8, generator=generator).to(dtype).transpose(0, 1)  # [t, heads, d], as attention has it
+    angle = torch.randn(5, 1, 4, generator=generator)
+    exact = x.double().requires_grad_()
+    product = F.silu(exact[:, :6]) * exact[:, 6:]
+    (slope,) = torch.autograd.grad(product, exact, grad.double())
+    first, second = heads.double().chunk(2, -1)
+    cos, sin = angle.cos(), angle.sin()
+    rotated = torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+    cases = [
+        (swiglu_kernel, (x,), product),
+        (swiglu_gradient_kernel, (x, grad), slope),
+        (rotation_kernel, (heads, cos, sin), rotated),
+    ]
+    for kernel, inputs, expected in cases:
+        error = 2.0**-8 if dtype is torch.bfloat16 else 1e-6
+        got = Fused(kernel.written, backend="aot_eager")(*inputs)
+        assert got.dtype is dtype
+        torch.testing.assert_close(got.double(), expected.detach(), rtol=error, atol=1e-6)
+    assert caplog.records == [], "one could not be compiled"
+
+
+def test_kernel_that_cannot_be_compiled_is_computed_as_written(caplog: pytest.LogCaptureFixture) -> None:
+    def depends_on_data(x: torch.Tensor) -> torch.Tensor:
+        return x * 2 if x.sum().item() > 0 else x * 3
+
+    kernel = Fused(depends_on_data, backend="aot_eager")
+    assert kernel(torch.ones(3)).tolist() == [2.0] * 3 and kernel(-torch.ones(3)).tolist() == [-3.0] * 3
+    [warning] = [record.getMessage() for record in caplog.records if "depends_on_data" in record.getMessage()]
+    assert "cannot be compiled" in warning
 
 
 def test_rotation_is_rounded_once() -> None:
