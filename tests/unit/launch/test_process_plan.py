@@ -252,10 +252,12 @@ def test_dry_run_prints_every_process_and_writes_nothing(tmp_path, capsys):
         *FEW_ROWS,
         "--dry-run",
         "allocation=sglang.d2+p2",
+        "train.recompute=1",
         f"fileroot={tmp_path / 'runs'}",
     ]
     assert main(argv) == 0
     out = capsys.readouterr().out
+    assert "recompute   2 of 2 layers in the backward pass" in out  # one of each stage
     for name in ("generation_server/1", "model_worker/1", "master_worker/0", "gserver_manager/0", "rollout_worker/1"):
         assert name in out
     assert "host        memory about" in out and "optimizer  activations" in out and "device, MiB" in out

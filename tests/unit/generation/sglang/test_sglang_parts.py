@@ -112,6 +112,7 @@ def test_environment_is_that_of_another_interpreter():
     assert (env["PATH"], env["CUDA_VISIBLE_DEVICES"], env["HF_HUB_OFFLINE"]) == ("/bin", "1,2", "1")
     assert "PYTHONPATH" not in env and "VIRTUAL_ENV" not in env
     assert env["SGLANG_RETURN_ORIGINAL_LOGPROB"] == "0"
+    assert env["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] == "0"
     cpu = replace(GPU, gpus=False).environment(inherited)
     assert (cpu["PYTHONPATH"], cpu["CUDA_VISIBLE_DEVICES"]) == (str(CPU_SUPPORT), "")
     assert (CPU_SUPPORT / "realsys_sglang_cpu" / "server.py").is_file()
