@@ -12,8 +12,6 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from realsys.errors import ConfigError
-
 if TYPE_CHECKING:
     from realsys.config.paths import TrialPaths
 
@@ -97,7 +95,7 @@ def _steps(text: str) -> tuple[int | None, int | None]:
     return begin, end
 
 
-# ---- the trial that a command names ------------------------------------------------------------------------------
+# ---- the trial that a command names
 
 #: folder of the trials, unless another one is named (``fileroot``)
 RUNS = Path("runs")
@@ -109,6 +107,7 @@ def find_trial(trial_dir: Path | None, *, trains: bool = False) -> TrialPaths:
 
     EXPERIMENT/TRIAL under runs/ is a trial, too. ``trains``: the newest one that is not a `realsys eval`.
     """
+    from realsys.errors import ConfigError
     from realsys.launch.slurm.trial_job import trials_in
 
     if trial_dir is None:

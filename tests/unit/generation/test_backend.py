@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from realsys import configs
 from realsys.config.backend_rules import backend_rules
 from realsys.config.device_plan import seats_of
 from realsys.config.doors import BACKEND
 from realsys.config.machine import Machine
 from realsys.config.rules import check
-from realsys.data.sources.files import configs
 from realsys.errors import ConfigError
 from realsys.launch.fit import fit
 from tests.support.processes.config_trees import changed

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 
+from realsys import configs
 from realsys.config.compose import compose
 from realsys.config.dataflow import dataflow_of
 from realsys.config.schema import Config
-from realsys.data.sources.files import configs
 from realsys.train.master.executor import CallResult
 from realsys.train.master.step_statistics import train_record
 from tests.support.run_logs import undocumented
