@@ -23,7 +23,7 @@ from realsys.cluster.lease import CheckAlive, unleased
 from realsys.rollout.gateway.capture import Capture, Exchange
 from realsys.rollout.gateway.chat import ChatDialect
 from realsys.rollout.gateway.completions import CompletionsDialect
-from realsys.rollout.gateway.dialect import Dialect, ReplyHead, Sent
+from realsys.rollout.gateway.dialect import BadRequest, Dialect, ReplyHead, Sent
 from realsys.rollout.gateway.generate import GenerateDialect
 from realsys.rollout.gateway.messages import MessagesDialect
 from realsys.rollout.gateway.replies import HttpProblem, over, problem_of
@@ -31,6 +31,7 @@ from realsys.rollout.gateway.responses import ResponsesDialect
 from realsys.rollout.gateway.tokenize import TokenizeDialect, model, models
 
 MAX_BODY = 32 << 20
+REFUSED_S = 0.02  # a refused request is answered after this time, one after the other in an episode
 _CREATED = 0  # creation time of the model in OpenAI's list of models
 
 Find = Callable[[str], Capture | str | None]
@@ -148,6 +149,10 @@ class Routes:
             capture.check_body(body)
             await handler.answer(capture, body, connection)
         except Exception as error:  # the request boundary
+            if isinstance(error, BadRequest):
+                # An agent that repeats it at once, on many connections, would take the time of others.
+                async with capture.turn:
+                    await asyncio.sleep(REFUSED_S)
             await connection.refuse(handler.error, problem_of(error))
 
 

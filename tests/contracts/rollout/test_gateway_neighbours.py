@@ -20,7 +20,7 @@ import pytest
 from realsys.cluster.lease import Heartbeat, LeaseTerms
 from realsys.data.tokenizer import TextTokenizer
 from realsys.errors import Fenced
-from realsys.rollout.gateway import request_fields
+from realsys.rollout.gateway import request_fields, routes
 from realsys.rollout.gateway.capture import Capture
 from tests.support.gateway.garbage import BURST, CALL, KINDS, SLOW, misbehave
 from tests.support.ledger.memory_store import MemoryNameStore
@@ -150,6 +150,25 @@ def test_burst_of_an_episode_is_read_in_turn(tokenizer: TextTokenizer, monkeypat
 
     asyncio.run(burst())
     assert len(reads) == len(set(reads)) == 20
+
+
+def test_refused_request_waits_and_nobody_else_does(tokenizer: TextTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An agent that repeats it at once, on many connections, would take the time of others."""
+    monkeypatch.setattr(routes, "REFUSED_S", 100 * BOUND_S)
+
+    async def body() -> None:
+        async with opened(Scripted(tokenizer), tokenizer) as episode:
+            other = episode.another(1)
+            refused = asyncio.create_task(post(episode, "chat/completions", {**CALL, "max_tokens": "many"}))
+            async with httpx.AsyncClient(timeout=BOUND_S) as client:
+                assert (await client.post(f"{other.base_url}/chat/completions", json=CALL)).status_code == 200
+            answered, _ = await asyncio.wait([refused], timeout=0.2)
+            assert not answered
+            refused.cancel()
+            await asyncio.gather(refused, return_exceptions=True)
+            await other.close()
+
+    asyncio.run(asyncio.wait_for(body(), BOUND_S))
 
 
 async def in_process(episode: Opened) -> None:
