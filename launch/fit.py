@@ -3,7 +3,8 @@
     cluster.nodes, ...                 as the launcher finds them (Launcher.settings)
     generation.backend                 sglang, if there are GPUs
     train.recompute                    the fewest layers with which the ranks fit their GPUs; also if it is set to auto
-    train.head_chunk_tokens, ...       what saves memory, and logits in fp32, if the ranks train on GPUs
+    train.head_chunk_tokens, ...       what saves memory, and logits in fp32, if the ranks train on GPUs; on several
+                                       nodes also train.overlap_grad_reduce
     allocation: auto                   a quarter of the GPUs trains, or as many as memory demands, the others generate;
                                        without GPUs, one process each
     cluster.share_gpus                 true, if the allocation is auto and there is one GPU
@@ -121,6 +122,8 @@ def _memory(config: Config, given: Collection[str], machine: Machine) -> dict[st
     }
     if config.model.dtype == "bfloat16":
         chosen["model.head_dtype"] = ("float32", "logits in bf16 differ between trainer and servers")
+    if config.cluster.nodes > 1:
+        chosen["train.overlap_grad_reduce"] = (True, "the network between nodes is slower than that of a node")
     if can_shard_optimizers(config, dataflow_of(config)):
         chosen["train.distributed_optimizer"] = (True, "data ranks share the optimizer's state, almost without cost")
     return {field: choice for field, choice in chosen.items() if _is_open(config, given, field)}

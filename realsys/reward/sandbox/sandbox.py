@@ -459,7 +459,8 @@ class ZygoteProcess:
         if self._control is not None:
             return self._control
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
+        with theirs, contextlib.ExitStack() as unless_started:
+            unless_started.enter_context(ours)
             os.set_inheritable(theirs.fileno(), True)
             setup = json.dumps(setup_of(self._settings))
             command = zygote_command(self._settings, theirs.fileno(), setup)
@@ -472,6 +473,7 @@ class ZygoteProcess:
                 env=environment(),
                 start_new_session=True,  # the kernel shares processors fairly among sessions
             )
+            unless_started.pop_all()
         self._control = ours
         ready, _, _ = select.select([ours], [], [], START_S)
         said = ours.recv(MAX_MESSAGE) if ready else b""

@@ -110,6 +110,7 @@ def _megatron_config(
         embedding_init_method=_keep,
         gradient_accumulation_fusion=False,  # needs Apex
         variable_seq_lengths=layout.pipeline > 1,
+        batch_p2p_sync=False,  # it waits for the whole GPU after each send, for a defect of old versions of torch
         # Megatron refuses its default together with variable lengths
         moe_token_dispatcher_type="alltoall",
         **recompute,
