@@ -246,7 +246,13 @@ def test_open_engine_on_gpus_is_sglang(gpus, given, model, backend):
     assert lines == (["set generation.backend=sglang: this machine has GPUs"] if backend == "sglang" else [])
 
 
-SAVED = {"recompute": True, "distributed_optimizer": True, "sequence_parallel": True, "head_chunk_tokens": 2048}
+SAVED = {
+    "recompute": True,
+    "distributed_optimizer": True,
+    "sequence_parallel": True,
+    "head_chunk_tokens": 2048,
+    "overlap_grad_reduce": False,
+}
 
 
 @pytest.mark.parametrize(
@@ -254,7 +260,7 @@ SAVED = {"recompute": True, "distributed_optimizer": True, "sequence_parallel": 
     [
         (2, {}, {}, set(), SAVED),
         (0, {}, {}, set(), {}),
-        (0, {"nodes": 2, "gpus_per_node": 8}, {}, set(), SAVED),
+        (0, {"nodes": 2, "gpus_per_node": 8}, {}, set(), {**SAVED, "overlap_grad_reduce": True}),
         (0, {"gpu_memory_gb": 79}, {}, set(), SAVED),
         (2, {}, {}, {"train.recompute"}, {**SAVED, "recompute": False}),
         (2, {}, {"head_chunk_tokens": 64}, set(), {**SAVED, "head_chunk_tokens": 64}),
