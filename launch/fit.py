@@ -61,8 +61,8 @@ _PROMPT, _ANSWER = "data.max_prompt_tokens", "generation.sampling.max_new_tokens
 _EVALUATION = "evaluation.problems"
 _RECOMPUTE = "train.recompute"
 _WORKERS, _READERS = "rollout.workers", "weights.storage_readers"
-_EPISODES = 256  # most of a server: SGLang has CUDA graphs of up to as many on GPUs of 80 GB
-_UNKNOWN_EPISODES = 64  # of a server whose cache is not known
+_EPISODES = 256  # most episodes of a server: SGLang has CUDA graphs of up to as many on GPUs of 80 GB
+_UNKNOWN_EPISODES = 64  # episodes of a server whose cache is not known
 _SPARE_PARTS = 4  # one of these equal parts of the free memory is for keys of episodes that wait
 _FEW = 2  # hosts that read a version from the shared storage; not one, because it may hang
 

@@ -44,9 +44,9 @@ _HEALTH_TIMEOUT_S = 5.0
 _SHARED_MEMORY = Path("/dev/shm")
 #: torch's and SGLang's words for a GPU with too little memory
 _FULL, _TOO_LITTLE = (re.compile(words, re.IGNORECASE) for words in ("out of memory", "not enough memory"))
-_SMALLER = 0.8  # part of its share with which SGLang starts again after it found the GPU full
-_LEAST_FREE = 0.01  # of a GPU; with less, SGLang's own error names the memory
-_MOST_SHARE = 0.9  # of what is free: CUDA graphs and activations need the rest
+_SMALLER = 0.8  # part of the share with which SGLang starts again after it found the GPU full
+_LEAST_FREE = 0.01  # smallest free share of a GPU; with less, SGLang's own error names the memory
+_MOST_SHARE = 0.9  # largest share of free memory: CUDA graphs and activations need the rest
 
 
 def needs_tokenizer(sampling: SamplingConfig, options: Mapping[str, Any]) -> bool:

@@ -33,9 +33,9 @@ log = logging.getLogger(__name__)
 _CHUNK = 1 << 20
 #: files that a thread has open; a chain of deltas by many ranks has more of them than a process may open
 _OPEN_FILES = 64
-MOST_THREADS = 8  # that read one version: enough for the fastest disks and for memory
+MOST_THREADS = 8  # threads that read one version: enough for the fastest disks and for memory
 _CORES_PER_THREAD = 2
-_THREAD_BYTES = 32 << 20  # for which it is worth to start one more thread
+_THREAD_BYTES = 32 << 20  # bytes of a version that make one more thread worth starting
 
 
 @dataclass(slots=True)
@@ -301,7 +301,7 @@ def _missing(info: TensorInfo, held: HeldTensor | None) -> list[StoredPiece]:
 
 
 def reading_threads(size: int, cores: int) -> int:
-    """Return how many threads read a version of ``size`` bytes: they leave most cores to who generates meanwhile.
+    """Return how many threads read a version of ``size`` bytes: generation goes on meanwhile and keeps most cores.
 
     Threads that compete for a core are slower than one, because they also compete for the interpreter.
     """
