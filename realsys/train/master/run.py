@@ -79,7 +79,9 @@ class MasterRun:
         decisions = IntakeState(IntakeSettings.of(config), ctx.incarnation)
         intake = Intake(decisions, parts.workers, parts.connections.manager, parts.publisher.repair)
         stream.on_notice("samples_arrived", SamplesArrived, lambda notice: intake.on_samples(notice.samples))
-        recorder = StepRecorder(config, ctx.paths, parts.meshes, parts.workers, ctx.incarnation, ctx.check_alive)
+        recorder = StepRecorder(
+            config, ctx.paths, parts.meshes, parts.workers, ctx.incarnation, ctx.check_alive, ctx.token
+        )
         stream.on_notice("recorded", Recorded, recorder.written)
         plan = functools.partial(plan_roles, config, parts.meshes, parts.costs)
         recorder_in_use = recorder if config.record.keep_steps else None
@@ -352,7 +354,8 @@ def build_parts(ctx: WorkerContext, connections: Connections) -> MasterParts:
 
 def _build_publisher(ctx: WorkerContext, workers: ModelWorkers) -> Publisher:
     config, paths = ctx.config, ctx.paths
-    parts = PublisherParts(paths.weights(), model_dir(config, paths, ACTOR), ctx.incarnation, ctx.check_alive)
+    model = model_dir(config, paths, ACTOR)
+    parts = PublisherParts(paths.weights(), model, ctx.incarnation, ctx.check_alive, ctx.token)
     return Publisher(
         build_transport(config).publisher(parts),
         workers,
