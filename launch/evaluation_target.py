@@ -276,7 +276,7 @@ def _weights(paths: TrialPaths) -> Iterator[Target]:
 
 
 def _step(folder: Path) -> int | None:
-    """Return the step of weights; None if the folder is not complete, or they ended with the memory of their trainer."""
+    """Return the step of weights; None if the folder is not complete, or if they were in the memory of a trainer."""
     try:
         manifest = load_manifest(folder)
     except WeightsError:

@@ -79,9 +79,7 @@ class MasterRun:
         decisions = IntakeState(IntakeSettings.of(config), ctx.incarnation)
         intake = Intake(decisions, parts.workers, parts.connections.manager, parts.publisher.repair)
         stream.on_notice("samples_arrived", SamplesArrived, lambda notice: intake.on_samples(notice.samples))
-        recorder = StepRecorder(
-            config, ctx.paths, parts.meshes, parts.workers, ctx.incarnation, ctx.check_alive, ctx.token
-        )
+        recorder = StepRecorder(config, ctx.paths, parts.meshes, parts.workers, ctx.incarnation, ctx.check_alive)
         stream.on_notice("recorded", Recorded, recorder.written)
         plan = functools.partial(plan_roles, config, parts.meshes, parts.costs)
         recorder_in_use = recorder if config.record.keep_steps else None
