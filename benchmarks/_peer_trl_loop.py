@@ -1,4 +1,4 @@
-"""TRL's GRPO on rows of ours, for benchmarks/peer_trl.py. Runs in an environment of its own: imports nothing of realsys.
+"""TRL's GRPO on rows of ours, for benchmarks/peer_trl.py. Runs in an environment apart: it imports nothing of realsys.
 
 It prints a line ``{"seconds": ..., "tokens": ...}`` after each batch of completions that was trained: the wall time
 since the last one, and its completion tokens.
