@@ -2,7 +2,8 @@
 
 Fake tensors have shapes and lifetimes, but no data, so a layer of 7B runs in milliseconds. Collectives do nothing. The
 attention is that of CUDA, whose operator keeps the same tensors here. torch's norm on CUDA keeps its input and one
-number per row; on a CPU it is several operators that keep more, so ``_Norm`` replaces it.
+number per row; on a CPU it is several operators that keep more, so ``_Norm`` replaces it. In the same way
+``_replace_head`` replaces what the head does otherwise on a GPU: products in fp32, and kernels without temporaries.
 """
 
 import functools
@@ -95,7 +96,7 @@ def measure(model: HfModel, layout: ParallelLayout, config: Config, tokens: int)
 def _measure(
     model: HfModel, layout: ParallelLayout, config: Config, tokens: int, rank: int, device: Device
 ) -> Measured:
-    from realsys.train.megatron import layers, train_engine
+    from realsys.train.megatron import heads, layers, train_engine
     from realsys.train.megatron.mesh import form_meshes
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=layout.world_size)
@@ -103,6 +104,7 @@ def _measure(
     groups = form_meshes({ACTOR: whole_mesh(layout)}, 0, config.cluster, device)[ACTOR]
     apply: Callable[..., torch.Tensor] = _Norm.apply
     layers.rms_norm = apply
+    _replace_head(heads)
     train_engine.pack_segments = functools.partial(_with_kernel, train_engine.pack_segments)
     replaced: dict[str, Any] = {
         "read_model": lambda *_: model,
@@ -123,6 +125,23 @@ def _measure(
             run()
             peaks.append(live.peak - static)
     return Measured(static, peaks[0], peaks[1])
+
+
+class _Kernel:
+    """Stand-in of a compiled function, which makes its result only."""
+
+    def __init__(self, made: Callable[..., torch.Tensor]) -> None:
+        self._made = made
+
+    def on(self, device: torch.device) -> Callable[..., torch.Tensor]:
+        return self._made
+
+
+def _replace_head(heads: Any) -> None:
+    heads._logits = lambda hidden, weight, how: torch.empty(len(hidden), len(weight))
+    heads._add_product = lambda total, a, b: None
+    heads.sums_kernel = _Kernel(lambda logits, temperature, entropy: torch.empty(2 + entropy, len(logits)))
+    heads.logit_gradient_kernel = _Kernel(lambda logits, dtype, *_: torch.empty_like(logits, dtype=dtype))
 
 
 def _with_kernel(pack_segments: Any, *args: Any, **how: Any) -> Any:
