@@ -73,6 +73,11 @@ def _allocate(device: torch.device, environment: Mapping[str, str]) -> None:
         log.warning("without expandable segments, which this GPU refuses: %s; memory may break into pieces", cause)
 
 
+def on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a host tensor on ``device``. The host does not wait for the copy, so it packs while the GPU computes."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
 def _problem(cause: str, environment: Mapping[str, str]) -> str:
     visible = environment.get(VISIBLE, "not set")
     build = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "for CPU only"

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from realsys.cluster.gpu_devices import attention_kernel
+from realsys.cluster.gpu_devices import attention_kernel, on_device
 from realsys.train.megatron.megatron_core import (
     MLP,
     MegatronModule,
@@ -29,7 +29,6 @@ from realsys.train.megatron.megatron_core import (
     TransformerConfig,
     get_gpt_layer_local_spec,
 )
-from realsys.train.worker.packing import on_device
 
 log = logging.getLogger(__name__)
 

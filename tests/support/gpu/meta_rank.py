@@ -184,9 +184,10 @@ def _replace_head(heads: Any) -> None:
 @contextmanager
 def _rank_of(layout: ParallelLayout, config: Config, model: HfModel | None, host: Device) -> Iterator[Any]:
     """Prepare this process, and yield the mesh and the device of rank 0 of ``layout`` (p1)."""
+    from realsys.algorithm import loss_tokens
     from realsys.train.megatron import heads, layers, train_engine
     from realsys.train.megatron.mesh import form_meshes
-    from realsys.train.worker import packing
+    from realsys.train.worker import critic, packing
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=layout.world_size)
     dist.all_gather_object = _gather_alike
@@ -206,7 +207,7 @@ def _rank_of(layout: ParallelLayout, config: Config, model: HfModel | None, host
         replaced["read_model"] = lambda *_: model
     for name, value in replaced.items():
         setattr(train_engine, name, value)
-    for module in (packing, layers):  # from pinned memory the host does not wait for a copy
+    for module in (packing, critic, layers, loss_tokens):  # from pinned memory the host does not wait for a copy
         module.on_device = lambda tensor, device: torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
     train_engine.ShardMap.load = lambda *_: None  # type: ignore[assignment,method-assign]
     torch.cuda.current_device = lambda: META  # type: ignore[assignment,return-value]
@@ -240,8 +241,8 @@ def _measure(model: HfModel, layout: ParallelLayout, config: Config, tokens: int
 def count_call(
     directory: Path, layout: ParallelLayout, config: Config, request: MfcRequest, samples: dict[str, dict[str, Array]]
 ) -> tuple[Counted, int]:
-    """Run a call of the actor of ``directory`` on rank 0 of ``layout`` (p1). Returns its counts, and the bytes that
-    this rank would publish.
+    """Run a call of a role with the model of ``directory`` on rank 0 of ``layout`` (p1). Returns its counts, and the
+    bytes that this rank would publish.
     """
     body = functools.partial(_count_call, directory, layout, config, request, samples)
     counted: tuple[Counted, int] = run_ranks(1, body, config, joined=False)[0]
@@ -264,8 +265,10 @@ def _count_call(
         data = DataManager(0)
         for name, arrays in samples.items():
             data.put(name, arrays)
-        role = make_role(config, ACTOR, directory, groups, data, device, trainable=True)
-        role.engine.use_optimizer("train", role.settings.optimizer)
+        role = make_role(config, request.role, directory, groups, data, device, trainable=True)
+        is_sft = request.handler == "sft"
+        optimizer = config.warmup.optimizer if is_sft else role.settings.optimizer
+        role.engine.use_optimizer("warmup" if is_sft else "train", optimizer)
         with Counting() as mode:
             find_handler(request.handler).run(role, request)
         published = sum(tensor.nbytes for _, tensor in role.engine.export())

@@ -9,12 +9,13 @@ from msgspec.structs import replace
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from realsys.algorithm.prefix_tree import shared_beginnings
+from realsys.cluster.gpu_devices import on_device
 from realsys.config.allocation import ACTOR, ParallelLayout
 from realsys.config.schema import Config
 from realsys.train.megatron.heads import Scoring, projected_logprobs
 from realsys.train.megatron.layers import make_buckets, pack_segments
 from realsys.train.worker.data_manager import DataManager
-from realsys.train.worker.packing import MicroBatchPacker, last_rows, loss_and_end_rows, on_device, split_rows
+from realsys.train.worker.packing import MicroBatchPacker, last_rows, loss_and_end_rows, split_rows
 from realsys.types import SequenceRef
 from tests.support.training.sample_records import make_mask, make_ref
 from tests.support.training.train_ranks import FORMED, run_ranks
