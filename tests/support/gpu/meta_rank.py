@@ -7,6 +7,7 @@ and one number per row; elsewhere it is several operators that keep more, so ``_
 """
 
 import functools
+import importlib
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -52,7 +53,7 @@ class Counted:
 
     flops  of matrix products and attention
     waits  of the host for the device, by operator
-    sent   bytes given to collectives, by operator
+    sent   bytes that collectives reduce or gather, by operator
     """
 
     flops: float = 0.0
@@ -99,7 +100,7 @@ _READ = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "_unique2",
 
 
 class Counting(TorchDispatchMode):
-    """Counter of FLOPs, waits and bytes sent. A value that the host reads is 1."""
+    """Counter of FLOPs, waits and bytes sent. A number that the host reads is 1."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -109,7 +110,8 @@ class Counting(TorchDispatchMode):
         kwargs, name = kwargs or {}, func.overloadpacket.__name__
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         if func.namespace == "c10d":
-            self.counted.sent[name] += sum(each.nbytes for each in tensors)
+            # The largest argument is what all ranks have together: the input of a reduction, the result of a gather.
+            self.counted.sent[name] += max(map(_bytes, args))
             work = FakeWork().boxed()
             return (args[0], work) if len(func._schema.returns) > 1 else work
         if waited := self._waits(name, args, kwargs, tensors):
@@ -137,6 +139,10 @@ class Counting(TorchDispatchMode):
             # Without pinned memory the host waits in either direction.
             return f"copy to {'host' if args[0].is_meta else 'device'}"
         return ""
+
+
+def _bytes(argument: Any) -> int:
+    return sum(leaf.nbytes for leaf in tree_leaves(argument) if isinstance(leaf, torch.Tensor))
 
 
 def _flops(name: str, args: Any) -> float:
@@ -186,7 +192,7 @@ def _rank_of(layout: ParallelLayout, config: Config, model: HfModel | None, host
     """Prepare this process, and yield the mesh and the device of rank 0 of ``layout`` (p1)."""
     from realsys.algorithm import loss_tokens
     from realsys.train.megatron import heads, layers, train_engine
-    from realsys.train.megatron.mesh import form_meshes
+    from realsys.train.megatron.mesh import MeshGroups, form_meshes
     from realsys.train.worker import critic, packing
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=layout.world_size)
@@ -209,6 +215,11 @@ def _rank_of(layout: ParallelLayout, config: Config, model: HfModel | None, host
         setattr(train_engine, name, value)
     for module in (packing, critic, layers, loss_tokens):  # from pinned memory the host does not wait for a copy
         module.on_device = lambda tensor, device: torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+    # The fused step knows this device, too.
+    importlib.import_module("torch.optim.adam")._device_dtype_check_for_fused = lambda *_, **__: None
+    reduced = MeshGroups.any_rank
+    # What it reads after the reduction would be 1, which is a flag.
+    MeshGroups.any_rank = lambda self, flag, device: reduced(self, flag, device) and flag  # type: ignore[method-assign]
     train_engine.ShardMap.load = lambda *_: None  # type: ignore[assignment,method-assign]
     torch.cuda.current_device = lambda: META  # type: ignore[assignment,return-value]
     yield groups, device
