@@ -6,8 +6,8 @@
 Each item runs in a separate process with its own time limit; a failure is a row of the table, not an end. The first
 items tell most per minute. ``DIR`` gets the log of each item, its rows, and ``gpu_all.json``. It runs from a checkout:
 PYTHONPATH must name it, nothing else. Without a GPU every row is "no CUDA device"; with REALSYS_GPU_STAND_IN=1 the CPU
-stands in for one, which tests the items. The exit code is 1 if an item failed or ran out of time. ``--dry`` needs no GPU:
-FLOPs, bytes and waits as they are predicted, and as the engine does them on tensors without data.
+stands in for one, which tests the items. ``--dry`` needs none: FLOPs, bytes and waits as they are predicted, and as the
+engine does them on tensors without data. The exit code is 1 if an item failed or ran out of time.
 """
 
 from __future__ import annotations

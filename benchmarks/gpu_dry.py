@@ -39,6 +39,7 @@ MOST_OFF = 0.02
 STEP_WAITS = 6  # loss, flag of its ranks, norm; statistics, and their sums and maxima over the data ranks
 CASES: dict[str, tuple[str, bool | int]] = {"0.5b": ("d2", False), "1.5b": ("d2", 14), "7b": ("d2m2", True)}
 DTYPE = "bfloat16"
+OF_TENSOR_RANKS = ("_allgather_base_", "_reduce_scatter_base_", "allreduce_")
 
 
 def config_of(folder: Path, tokens: int, recompute: bool | int) -> Config:
@@ -96,8 +97,7 @@ def rows_of(model: str, folder: Path, tokens: int) -> Iterator[dict[str, Any]]:
         "TFLOP": counted.flops / 1e12,
         "gradients, GB": sent["reduce_scatter_tensor_coalesced_"] / 1e9,
         "parameters, GB": sent["allgather_into_tensor_coalesced_"] / 1e9,
-        "activations, GB": sum(sent[name] for name in ("_allgather_base_", "_reduce_scatter_base_", "allreduce_"))
-        / 1e9,
+        "activations, GB": sum(map(sent.__getitem__, OF_TENSOR_RANKS)) / 1e9,
         "published, GB": published / 1e9,
         "waits of a step": sum(one.waits.values()),
         "waits of a micro-batch": waits - sum(one.waits.values()),

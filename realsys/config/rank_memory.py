@@ -340,9 +340,9 @@ def head_bytes(model: HfModel, shard: Shard, layout: ParallelLayout, how: StepSe
     """Return the peak of the head with gradients, if every token is a loss token.
 
     Final norm and selection of rows keep the states: input and output (2 w h / s per token), selected rows, and the
-    gradient of these (2 w h). The backward pass makes the logits of a chunk in fp32 and their gradient ((4 + w) V / m per token
-    of the chunk), and adds the weight's gradient to Megatron's buffer. For its hook there is an unused one in the end,
-    unless the weight is also the embedding.
+    gradient of these (2 w h). The backward pass makes the logits of a chunk in fp32 and their gradient ((4 + w) V / m
+    per token of the chunk), and adds the weight's gradient to Megatron's buffer. For its hook there is an unused one in
+    the end, unless the weight is also the embedding.
 
     On a CPU there are besides: exponentials of the forward pass in fp32, and in the backward pass those of an entropy
     bonus, a mark per logit, and the weight's gradient of a chunk, if it is not in fp32.

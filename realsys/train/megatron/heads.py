@@ -225,7 +225,7 @@ def _logits(hidden: torch.Tensor, weight: torch.Tensor, how: Scoring) -> torch.T
 
 
 def _scaled(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
-    """Return ``logits`` / ``temperature`` in fp32, on a CPU in the memory of fp32 logits. A kernel has no temporaries."""
+    """Return ``logits`` / ``temperature`` in fp32, on a CPU in the same memory. A kernel has no temporaries."""
     wide = logits.float()
     return wide / temperature if wide.is_cuda else wide.div_(temperature)
 

@@ -272,7 +272,7 @@ FA3, FA4 = "flash_attn_interface", "flash_attn.cute"
     ],
 )
 def test_fastest_attention_that_runs_is_used(major, installed, broken, used, calls, monkeypatch):
-    """FlashAttention 3 knows Hopper only, 4 Hopper and Blackwell. The one that is not installed has no parent either."""
+    """FlashAttention 3 knows Hopper only, 4 Hopper and Blackwell. Without its package a module has no parent."""
     seen: list[str] = []
 
     def trial():

@@ -30,7 +30,7 @@ def call(handler, role, rows):
         refs[-1].episode_tokens = 2 * (LENGTH - PROMPT)
         tokens = np.arange(LENGTH, dtype=np.int32)
         answer = np.zeros(LENGTH - PROMPT, np.float32)
-        arrays = {name: answer for name in ("behav_logprobs", "prox_logprobs", "ref_logprobs", "returns")}
+        arrays = dict.fromkeys(("behav_logprobs", "prox_logprobs", "ref_logprobs", "returns"), answer)
         arrays |= {"advantages": answer, "values": np.zeros(len(answer) + 1, np.float32)}
         samples[f"{number}/0"] = {"tokens": tokens, "loss_mask": make_mask(LENGTH, PROMPT), **arrays}
     args = {"lr": 1e-5, "kl_coef": 0.1}

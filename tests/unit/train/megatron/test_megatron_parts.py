@@ -21,8 +21,8 @@ from realsys.model_files.config_json import read_model
 from realsys.train.checkpoint.saver import HeldParameter
 from realsys.train.megatron import train_engine as module
 from realsys.train.megatron.device import Device
-from realsys.train.megatron.hf_model import HFReader, ShardMap, assign_writers, check_layout
 from realsys.train.megatron.heads import logit_gradient_kernel, sums_kernel
+from realsys.train.megatron.hf_model import HFReader, ShardMap, assign_writers, check_layout
 from realsys.train.megatron.layers import (
     Fused,
     pack_segments,
