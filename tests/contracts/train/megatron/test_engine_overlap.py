@@ -44,7 +44,7 @@ def weights_after_steps(rank):
 def test_overlapped_reduction_does_not_change_the_weights(text, tied, train, paths):
     runs = [
         on_ranks(
-            text, paths[tied], weights_after_steps, make_config(overlap_grad_reduce=overlap, **train), make_settings()
+            text, paths[tied], weights_after_steps, make_config(overlap_grad_reduce=each, **train), make_settings()
         )
         for each in (True, False)
     ]
