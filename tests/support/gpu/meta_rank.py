@@ -181,7 +181,7 @@ class _Kernel:
 
 
 def _replace_head(heads: Any) -> None:
-    heads._logits = lambda hidden, weight, how: (hidden @ weight.t()).float()
+    heads._logits = lambda hidden, weight, how: torch.mm(hidden, weight.t(), out_dtype=torch.float32)
     heads._add_product = lambda total, a, b: total.addmm_(a, b)
     heads.sums_kernel = _Kernel(lambda logits, temperature, entropy: logits.new_empty(2 + entropy, len(logits)))
     heads.logit_gradient_kernel = _Kernel(lambda logits, dtype, *_: torch.empty_like(logits, dtype=dtype))
