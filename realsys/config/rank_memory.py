@@ -344,8 +344,8 @@ def head_bytes(model: HfModel, shard: Shard, layout: ParallelLayout, how: StepSe
     per token of the chunk), and adds the weight's gradient to Megatron's buffer. For its hook there is an unused one in
     the end, unless the weight is also the embedding.
 
-    On a CPU there are besides: exponentials of the forward pass in fp32, and in the backward pass those of an entropy
-    bonus, a mark per logit, and the weight's gradient of a chunk, if it is not in fp32.
+    On a CPU there are besides: in the forward pass exponentials in fp32, in the backward pass those of an entropy bonus
+    and a mark per logit; and if the model is not in fp32, the logits as they were, and the weight's gradient of a chunk.
     """
     weight, tokens = BYTES[how.dtype], how.tokens
     if model.head == "value":
@@ -357,9 +357,10 @@ def head_bytes(model: HfModel, shard: Shard, layout: ParallelLayout, how: StepSe
     unused = weight * entries if shard.head else 0
     if how.on_gpu:
         return int(states + max((FP32 + weight) * logits, unused))
-    product = weight * entries if weight < FP32 else 0
-    gradient = FP32 * (1 + how.entropy_gradient) + max(1, weight if weight < FP32 else 0)
-    return int(states + max(2 * FP32 * logits, gradient * logits, weight * logits + product, unused))
+    rounded = weight if weight < FP32 else 0
+    forward, backward = 2 * FP32 + rounded, FP32 * (1 + how.entropy_gradient) + 1 + 2 * rounded
+    product = 2 * rounded * logits + (weight * entries if rounded else 0)
+    return int(states + max(max(forward, backward) * logits, product, unused))
 
 
 def _gathered(model: HfModel, layout: ParallelLayout, how: StepSettings) -> float:
