@@ -124,7 +124,7 @@ _ROOT = Path(__file__).resolve().parents[2]
 SGLANG_VENV = _ROOT / ".venv-sglang"
 #: version of SGLang that `make sglang-cpu` installs and the tests use
 SGLANG_VERSION = "0.5.21"
-#: options of address, model and device, which realsys sets; the logits are in the trainer's dtype (``model.head_dtype``)
+#: options of address, model and device, which realsys sets; logits are in the trainer's dtype (``model.head_dtype``)
 _OURS = frozenset(
     {
         *("host", "port", "model-path", "model", "nnodes", "node-rank", "dist-init-addr"),

@@ -345,7 +345,7 @@ def head_bytes(model: HfModel, shard: Shard, layout: ParallelLayout, how: StepSe
     the end, unless the weight is also the embedding.
 
     On a CPU there are besides: in the forward pass exponentials in fp32, in the backward pass those of an entropy bonus
-    and a mark per logit; and if the model is not in fp32, the logits as they were, and the weight's gradient of a chunk.
+    and a mark per logit; and if the model is not in fp32, logits as they were, and the weight's gradient of a chunk.
     """
     weight, tokens = BYTES[how.dtype], how.tokens
     if model.head == "value":
