@@ -424,7 +424,7 @@ class Fused:
             self._compiled = torch.compile(self.written, fullgraph=True, dynamic=True, backend=self.backend)
         try:
             return self._compiled(*inputs)
-        except torch._dynamo.exc.TorchDynamoException as error:
+        except (torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit) as error:
             cause = str(error).strip().partition("\n")[0]
             log.warning("%s is not one kernel, because it cannot be compiled: %s", self.written.__name__, cause)
             self._compiled = self.written

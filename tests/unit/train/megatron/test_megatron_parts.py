@@ -227,6 +227,15 @@ def test_kernel_that_cannot_be_compiled_is_computed_as_written(caplog):
     assert "cannot be compiled" in warning
 
 
+def test_kernel_of_too_many_kinds_is_computed_as_written(caplog, monkeypatch):
+    """torch compiles a function anew for each dtype, up to a limit."""
+    monkeypatch.setattr(tqdm, "monitor_interval", 0)
+    kernel = Fused(lambda x: x + 1, backend="aot_eager")
+    with torch._dynamo.config.patch(recompile_limit=1):
+        assert all(kernel(torch.ones(3, dtype=dtype)).sum() == 6 for dtype in (torch.float32, torch.bfloat16))
+    assert not kernel.is_compiled and "cannot be compiled" in caplog.text
+
+
 def test_rotation_is_rounded_once():
     x = torch.randn(200, 2, 8, generator=torch.Generator().manual_seed(3)).bfloat16().requires_grad_()
     packed = pack_segments([200], 1.0 / 10000 ** (torch.arange(4) / 4), torch.bfloat16, kernel=False)
