@@ -62,8 +62,8 @@ def write_rows(name: str, rows: Sequence[Mapping[str, Any]]) -> None:
         Path(path).write_text(json.dumps([dict(row) for row in rows], default=str))
 
 
-def random_model(sizes: ModelSizes, folder: Path, *, positions: int = 32768) -> dict[str, torch.Tensor]:
-    """Write a random bfloat16 Qwen2 as an HF directory and return its tensors, which are made on the device."""
+def write_config(sizes: ModelSizes, folder: Path, *, positions: int = 32768) -> None:
+    """Write the config.json of a Qwen2 of these sizes."""
     folder.mkdir(parents=True, exist_ok=True)
     config = {
         "architectures": ["Qwen2ForCausalLM"],
@@ -82,6 +82,11 @@ def random_model(sizes: ModelSizes, folder: Path, *, positions: int = 32768) -> 
         "eos_token_id": 0,
     }
     (folder / "config.json").write_text(json.dumps(config))
+
+
+def random_model(sizes: ModelSizes, folder: Path) -> dict[str, torch.Tensor]:
+    """Write a random bfloat16 Qwen2 as an HF directory and return its tensors, which are made on the device."""
+    write_config(sizes, folder)
     device = "cpu" if STAND_IN else "cuda"
     generator = torch.Generator(device).manual_seed(1)
     tensors = {}

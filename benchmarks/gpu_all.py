@@ -1,11 +1,13 @@
 """Everything that needs a GPU, in one command: tests and benchmarks, each bounded in time, one table at the end.
 
     python -m benchmarks.gpu_all --budget 480 --out DIR [--items 0 1 2]
+    python -m benchmarks.gpu_all --dry
 
 Each item runs in a separate process with its own time limit; a failure is a row of the table, not an end. The first
 items tell most per minute. ``DIR`` gets the log of each item, its rows, and ``gpu_all.json``. It runs from a checkout:
 PYTHONPATH must name it, nothing else. Without a GPU every row is "no CUDA device"; with REALSYS_GPU_STAND_IN=1 the CPU
-stands in for one, which tests the items. The exit code is 1 if an item failed or ran out of time.
+stands in for one, which tests the items. ``--dry`` needs none: FLOPs, bytes and waits as they are predicted, and as the
+engine does them on tensors without data. The exit code is 1 if an item failed or ran out of time.
 """
 
 from __future__ import annotations
@@ -75,6 +77,8 @@ ITEMS = (
     Item(7, "generation_rate", 120, "tokens/s", module="benchmarks.gpu_generation"),
     Item(8, "sglang", 400, "every version is served", tests=("test_gpu_sglang.py",)),
 )
+
+DRY = Item(len(ITEMS), "dry", 120, "counts as predicted", module="benchmarks.gpu_dry")
 
 
 def run_item(item: Item, out: Path, left_s: float) -> dict[str, Any]:
@@ -167,8 +171,9 @@ def main() -> int:
     parser.add_argument("--budget", type=float, default=1800.0, help="seconds for all items together")
     parser.add_argument("--out", type=Path, default=Path("gpu_all"), help="folder of logs and results")
     parser.add_argument("--items", type=int, nargs="+", choices=range(len(ITEMS)), default=list(range(len(ITEMS))))
+    parser.add_argument("--dry", action="store_true", help="predict and count without a GPU, instead of the items")
     options = parser.parse_args()
-    items = [ITEMS[number] for number in options.items]
+    items = [DRY] if options.dry else [ITEMS[number] for number in options.items]
     out = options.out.resolve()
     rows = run_all(items, options.budget, out)
     print_results(items, rows, out)

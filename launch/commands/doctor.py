@@ -121,7 +121,7 @@ def gpus() -> Iterator[Finding]:
         yield Finding("attention", str(error), FAILS)
     else:
         current = getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)()
-        yield Finding("attention", current or "torch's own kernel of variable lengths; no FlashAttention 3 is used")
+        yield attention(current or "", torch.cuda.get_device_capability()[0])
     swiglu_kernel(torch.ones(2, 8, dtype=torch.bfloat16, device="cuda"))
     if swiglu_kernel.is_compiled:
         yield Finding("fused kernels", "torch compiles them")
@@ -133,6 +133,19 @@ def gpus() -> Iterator[Finding]:
         yield Finding("NCCL", version)
     elif len(here.gpus) > 1:
         yield Finding("NCCL", "this torch has none: ranks on GPUs cannot talk, install another build", FAILS)
+
+
+def attention(used: str, major: int) -> Finding:
+    """Name the kernel that a training rank uses on a GPU of this major compute capability, and a faster one."""
+    from realsys.cluster.gpu_devices import fast_attention
+
+    if used:
+        return Finding("attention", f"FlashAttention {used.removeprefix('FA')}")
+    own, faster = "torch's own kernel, FlashAttention 2", [title for *_, title in fast_attention(major)]
+    if not faster:
+        return Finding("attention", f"{own}: the only one for this GPU")
+    problem = "is not installed, or does not run (see the warning)"
+    return Finding("attention", f"{own}: {' or '.join(faster)} is faster on this GPU, and {problem}", NOTE)
 
 
 def memory() -> Iterator[Finding]:

@@ -46,8 +46,8 @@ def training_flops(sizes: ModelSizes) -> tuple[float, float]:
         b = 3 * layers * heads * (2 + 2) * head_dim / 2 = 6 * layers * heads * head_dim
 
     Norms, rotation, softmax, embedding and optimizer are not counted, because they are small or equal for all
-    sequences; nor is it counted that prompt tokens skip the head. Activation recomputation multiplies all but the
-    head by 4/3; inference takes a third.
+    sequences; nor is it counted that prompt tokens skip the head. What is computed again in the backward pass takes
+    4/3: the head always, layers with activation recomputation. Inference takes a third.
     """
     attention = sizes.hidden * (2 * sizes.heads + 2 * sizes.kv_heads) * sizes.head_dim
     weights = sizes.layers * (attention + 3 * sizes.hidden * sizes.ffn) + sizes.hidden * sizes.outputs
@@ -55,20 +55,24 @@ def training_flops(sizes: ModelSizes) -> tuple[float, float]:
 
 
 def model_flops(
-    sizes: ModelSizes, lengths: Sequence[int], scored: int, begins: Sequence[int] = (), recomputed: float = 0.0
+    sizes: ModelSizes,
+    lengths: Sequence[int],
+    scored: int,
+    begins: Sequence[int] = (),
+    recomputed: tuple[float, float] = (0.0, 0.0),
 ) -> float:
     """Return the FLOPs that training on these sequences needs at least: the numerator of the MFU.
 
-    ``begins``: tokens of each that are computed with another one; empty: none. ``recomputed``: share of the layers
-    whose forward pass is counted twice, for the numerator of the HFU.
+    ``begins``: tokens of each that are computed with another one; empty: none. ``recomputed``: shares of the layers and
+    of the head whose forward pass is counted twice, for the numerator of the HFU.
 
     The formula is that of Chowdhery et al. (PaLM, arXiv 2204.02311, appendix B), with causal attention, which has half
     of its pairs, and with the head for ``scored`` tokens only. A forward pass takes a third.
     """
-    head = 6.0 * sizes.hidden * sizes.outputs
+    head, (again, head_again) = 6.0 * sizes.hidden * sizes.outputs, recomputed
     a, b = training_flops(sizes)
     layers = float(flop_costs(lengths, a - head, b).sum() - flop_costs(begins, a - head, b).sum())
-    return layers * (1 + recomputed / 3) + head * scored
+    return layers * (1 + again / 3) + head * scored * (1 + head_again / 3)
 
 
 def cost_function(config: Config, sizes: ModelSizes) -> CostFunction:

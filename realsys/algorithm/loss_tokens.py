@@ -14,10 +14,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from realsys.cluster.gpu_devices import on_device
+
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """The rows of one micro-batch. Keep the tensors on the host: then no check waits for a device.
+    """The rows of one micro-batch. Keep the tensors on the host: then nothing here waits for a device.
 
     lengths         int64 [n]  loss tokens of each row, in order; their sum is t
     episodes        int64 [n]  equal numbers mark rows of one episode; None: every row is an episode
@@ -38,7 +40,7 @@ class Segments:
             return self._spread(self._sums(mask.double()), mask)
         self._check("episode_tokens", self.episode_tokens)
         self._check_tokens(mask)
-        return self._spread(self.episode_tokens.to(mask.device, torch.float64), mask)
+        return self._spread(on_device(self.episode_tokens.double(), mask.device), mask)
 
     def means(self, x: Tensor, mask: Tensor) -> Tensor:
         """Return for each token the mean of ``x`` over its episode, float32 ``[t]``, no gradient.
@@ -62,10 +64,10 @@ class Segments:
         self._check("episodes", self.episodes)
         _, episode, rows = torch.unique(self.episodes, return_inverse=True, return_counts=True)
         order = episode.argsort(stable=True)
-        return _ordered_sums(sums[order.to(x.device)], rows)[episode.to(x.device)]
+        return _ordered_sums(sums[on_device(order, x.device)], rows)[on_device(episode, x.device)]
 
     def _spread(self, per_row: Tensor, like: Tensor) -> Tensor:
-        return per_row.repeat_interleave(self.lengths.to(like.device), output_size=len(like))
+        return per_row.repeat_interleave(on_device(self.lengths, like.device), output_size=len(like))
 
     def _check(self, name: str, tensor: Tensor) -> None:
         if tensor.shape != self.lengths.shape:
@@ -79,7 +81,7 @@ class Segments:
 
 def _ordered_sums(x: Tensor, lengths: Tensor) -> Tensor:
     """Sum consecutive parts of ``x`` in a fixed order; index_add_ on a GPU has none, so results would vary."""
-    return torch.segment_reduce(x, "sum", lengths=lengths.to(x.device), unsafe=True)
+    return torch.segment_reduce(x, "sum", lengths=on_device(lengths, x.device), unsafe=True)
 
 
 # ---- sums over the counted entries

@@ -73,6 +73,11 @@ def _allocate(device: torch.device, environment: Mapping[str, str]) -> None:
         log.warning("without expandable segments, which this GPU refuses: %s; memory may break into pieces", cause)
 
 
+def on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a host tensor on ``device``. The host does not wait for the copy, so it packs while the GPU computes."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
 def _problem(cause: str, environment: Mapping[str, str]) -> str:
     visible = environment.get(VISIBLE, "not set")
     build = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "for CPU only"
@@ -108,8 +113,12 @@ AttentionKernel = Callable[
 _NEEDED = frozenset({"scale", "window_size"})
 _CAUSAL = (-1, 0)
 _WIDTH_STEP = 8  # the kernel's backward pass needs heads whose width is a multiple of it
-_HOPPER = 9  # major compute capability of the only devices that FlashAttention 3 supports
-_FA3, _FA3_MODULE = "FA3", "flash_attn_interface"
+#: torch's name of a faster implementation, its module, what it is, and the major compute capabilities that it supports:
+#: 9 is Hopper, 10 Blackwell. The first that is installed and runs is used
+_FLASH_ATTENTION = (
+    ("FA3", "flash_attn_interface", "FlashAttention 3 (module flash_attn_interface)", (9,)),
+    ("FA4", "flash_attn.cute", "FlashAttention 4 (pip install flash-attn-4)", (9, 10)),
+)
 _RESTORE = "restore_flash_attention_impl"
 
 
@@ -151,35 +160,47 @@ def attention_kernel() -> AttentionKernel:
         problem = f"torch {torch.__version__} has no torch.nn.attention.varlen.varlen_attn"
         raise DeviceError(f"{problem}: install torch 2.11, 2.12 or 2.13") from None
     kernel = choose_kernel(varlen_attn)
-    fast = activate_flash_attention_3(lambda: _try(kernel))
-    log.info("attention kernel: varlen_attn of torch %s%s", torch.__version__, ", FlashAttention 3" if fast else "")
+    fast = activate_flash_attention(lambda: _try(kernel))
+    log.info("attention kernel: varlen_attn of torch %s, %s", torch.__version__, fast or "its own FlashAttention 2")
     return kernel
 
 
-def activate_flash_attention_3(trial: Callable[[], None]) -> bool:
-    """Let torch's kernel run FlashAttention 3 if this GPU and the installation have it. Return True if it does.
+def activate_flash_attention(trial: Callable[[], None]) -> str:
+    """Let torch's kernel run FlashAttention 3 or 4 if this GPU and the installation have it. Return its name, or "".
 
     ``trial`` computes something with it. If it raises, torch's own implementation is put back. With deterministic
     algorithms that one stays, because its backward pass has them.
     """
-    if torch.are_deterministic_algorithms_enabled():
-        return False
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != _HOPPER:
-        return False
+    if torch.are_deterministic_algorithms_enabled() or not torch.cuda.is_available():
+        return ""
     attention = importlib.import_module("torch.nn.attention")
     # An older torch knows other implementations only, or none, and may be unable to put its own back.
     known: list[str] = getattr(attention, "list_flash_attention_impls", list)()
-    if _FA3 not in known or not hasattr(attention, _RESTORE) or importlib.util.find_spec(_FA3_MODULE) is None:
-        return False
+    for name, module, title in fast_attention(torch.cuda.get_device_capability()[0]):
+        if name not in known or not hasattr(attention, _RESTORE) or not _is_installed(module):
+            continue
+        try:
+            attention.activate_flash_attention_impl(name)
+            trial()
+        except (AssertionError, ImportError, OSError, RuntimeError, TypeError, ValueError) as error:
+            # Such as a wheel for another torch or another CUDA. Torch's own implementation computes the same.
+            log.warning("%s is installed but does not run, another kernel is used instead: %s", title, error)
+            getattr(attention, _RESTORE)()
+        else:
+            return name
+    return ""
+
+
+def fast_attention(major: int) -> list[tuple[str, str, str]]:
+    """Return name, module and title of what is faster than torch's own attention, for a major compute capability."""
+    return [(name, module, title) for name, module, title, majors in _FLASH_ATTENTION if major in majors]
+
+
+def _is_installed(module: str) -> bool:
     try:
-        attention.activate_flash_attention_impl(_FA3)
-        trial()
-    except (ImportError, OSError, RuntimeError, TypeError, ValueError) as error:
-        # Such as a wheel for another torch or another CUDA. Torch's own implementation computes the same.
-        log.warning("FlashAttention 3 is installed but does not run, torch's own kernel is used instead: %s", error)
-        getattr(attention, _RESTORE)()
+        return importlib.util.find_spec(module) is not None
+    except ImportError:  # it has a parent that is missing, or broken
         return False
-    return True
 
 
 def _try(kernel: AttentionKernel) -> None:

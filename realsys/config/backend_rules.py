@@ -124,9 +124,12 @@ _ROOT = Path(__file__).resolve().parents[2]
 SGLANG_VENV = _ROOT / ".venv-sglang"
 #: version of SGLang that `make sglang-cpu` installs and the tests use
 SGLANG_VERSION = "0.5.21"
-#: options of address, model and device, which realsys sets
+#: options of address, model and device, which realsys sets; logits are in the trainer's dtype (``model.head_dtype``)
 _OURS = frozenset(
-    {"host", "port", "model-path", "model", "nnodes", "node-rank", "dist-init-addr", "base-gpu-id", "gpu-id-step"}
+    {
+        *("host", "port", "model-path", "model", "nnodes", "node-rank", "dist-init-addr"),
+        *("base-gpu-id", "gpu-id-step", "enable-fp32-lm-head"),
+    }
 )
 STATIC_SHARE = "mem-fraction-static"
 #: axis -> SGLang's names of its size

@@ -273,10 +273,6 @@ def training_work(model: HfModel, shard: Shard, layout: ParallelLayout, how: Ste
     layers = PhasePeak(int(how.tokens * (stored + backward + gathered) + weight_gradient))
     if not shard.last:
         return layers
-    # The gradient of a tied weight waits for its second part until the backward pass has reached the embedding.
-    is_tied = model.head == "lm" and not shard.head and how.head_is_trained
-    waiting = BYTES[how.dtype] * shard.embedding if is_tied else 0
-    layers = PhasePeak(layers.layers, waiting)
     head = PhasePeak(int(how.tokens * (stored + gathered)), head_bytes(model, shard, layout, how))
     return max(layers, head, key=lambda work: work.total)
 
@@ -290,7 +286,8 @@ def inference_work(model: HfModel, shard: Shard, layout: ParallelLayout, how: St
         return layers
     states = 2 * BYTES[how.dtype] * model.hidden
     scored = min(tokens, how.head_chunk or tokens)
-    logits = 2 * FP32 * scored * shard.vocab if model.head == "lm" else FP32 * model.hidden * tokens
+    logit = FP32 if how.on_gpu else 2 * FP32  # on a CPU there are exponentials, too
+    logits = logit * scored * shard.vocab if model.head == "lm" else FP32 * model.hidden * tokens
     return max(layers, PhasePeak(int(tokens * gathered), int(tokens * states + logits)), key=lambda work: work.total)
 
 
@@ -342,23 +339,28 @@ def _query_key_norms(model: HfModel, tensor: int, how: StepSettings) -> float:
 def head_bytes(model: HfModel, shard: Shard, layout: ParallelLayout, how: StepSettings) -> int:
     """Return the peak of the head with gradients, if every token is a loss token.
 
-    Final norm and selection of rows keep the states: input, output and selected rows, and the gradient of these
-    (4 w h per token). The forward pass holds logits and their exponentials in fp32 (8 V / m per token of a chunk),
-    the backward pass logits and their gradient (4 + w) V / m, and the gradient of the weight: with several chunks
-    the old sum in w bytes, the new one in fp32, and the share of the chunk, else the share alone. Without chunks the
-    softmax stays from the forward pass to the backward pass.
+    Final norm and selection of rows keep the states: input and output (2 w h / s per token), selected rows, and the
+    gradient of these (2 w h). The backward pass makes the logits of a chunk in fp32 and their gradient ((4 + w) V / m
+    per token of the chunk), and adds the weight's gradient to Megatron's buffer. For its hook there is an unused one in
+    the end, unless the weight is also the embedding.
+
+    On a CPU there are besides: in the forward pass exponentials in fp32, in the backward pass those of an entropy bonus
+    and a mark per logit; and if the model is not in fp32, logits as they were, and the weight's gradient of a chunk.
     """
     weight, tokens = BYTES[how.dtype], how.tokens
     if model.head == "value":
         return 3 * FP32 * model.hidden * tokens
-    states = 4 * weight * model.hidden * tokens
-    chunk = min(tokens, how.head_chunk or tokens)
-    logits = chunk * shard.vocab
+    split = layout.tensor if how.sequence_parallel else 1
+    states = (2 + 2 / split) * weight * model.hidden * tokens
+    logits = min(tokens, how.head_chunk or tokens) * shard.vocab
     entries = shard.vocab * model.hidden if how.head_is_trained else 0
-    is_whole = chunk == tokens
-    gradient = weight * entries if is_whole else (2 * weight + (FP32 if weight < FP32 else 0)) * entries
-    backward = (FP32 + (FP32 if how.entropy_gradient else weight)) * logits + gradient
-    return int(states + max(2 * FP32 * logits, backward))
+    unused = weight * entries if shard.head else 0
+    if how.on_gpu:
+        return int(states + max((FP32 + weight) * logits, unused))
+    rounded = weight if weight < FP32 else 0
+    forward, backward = 2 * FP32 + rounded, FP32 * (1 + how.entropy_gradient) + 1 + 2 * rounded
+    product = 2 * rounded * logits + (weight * entries if rounded else 0)
+    return int(states + max(max(forward, backward) * logits, product, unused))
 
 
 def _gathered(model: HfModel, layout: ParallelLayout, how: StepSettings) -> float:

@@ -271,7 +271,7 @@ _MEMORY: list[_Row] = [
     ("gpu/used_bytes", "bytes", "most memory in use on one GPU, of all processes"),
     ("gpu/utilisation", "share", "share of the time in which a GPU computed"),
     ("gpu/mfu/{call}", "share", "model FLOPs of a call over the peak of its GPUs"),
-    ("gpu/hfu/{call}", "share", "the same with recomputed layers"),
+    ("gpu/hfu/{call}", "share", "the same with recomputed layers and logits"),
 ]
 
 TRAIN = _table(

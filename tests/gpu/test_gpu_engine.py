@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from realsys.config.fields import replaced
 from realsys.config.schema_train import OptimizerConfig
 from realsys.train.checkpoint.saver import load_checkpoint
 from realsys.train.megatron.train_engine import optimizer_tensors
@@ -59,10 +60,11 @@ def results(rank):
     return {"logprobs": logprobs, "gradients": gradients, "weights": on_host(rank.weights())}
 
 
-def run_on(device, compute_on, path, dtype, train, layout="d1"):
-    """Return the results of all ranks."""
+def run_on(device, compute_on, path, dtype, train, layout="d1", head="model"):
+    """Return the results of all ranks. ``head``: dtype of the logits."""
     compute_on(device)
-    return on_ranks(layout, path, results, make_config(dtype, **train), make_settings())
+    config = replaced(make_config(dtype, **train), ["model", "head_dtype"], head)
+    return on_ranks(layout, path, results, config, make_settings())
 
 
 def assert_near(found, expected, tolerance):
@@ -82,6 +84,8 @@ def test_families_agree_with_the_cpu(family, tied, tmp_path, compute_on):
     expected = run_on("cpu", compute_on, tmp_path, "float32", {})
     assert_near(run_on("gpu", compute_on, tmp_path, "float32", {}), expected, 1e-4)
     assert_near(run_on("gpu", compute_on, tmp_path, "bfloat16", {}), expected, 5e-2)
+    train = {"head_chunk_tokens": 8}
+    assert_near(run_on("gpu", compute_on, tmp_path, "bfloat16", train, head="float32"), expected, 5e-2)
 
 
 @pytest.mark.parametrize("name", [name for name in SETTINGS if name != "plain"])

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from realsys.model_files.architecture import HfModel, stage_layers
-from realsys.train.megatron.layers import block_spec, select_rows
+from realsys.train.megatron.layers import Fused, block_spec, select_rows
 from realsys.train.megatron.megatron_core import GPTModel, TransformerConfig, gather_from_sequence_parallel_region
 from realsys.train.megatron.mesh import MeshGroups
 from realsys.train.worker.packing import MicroBatch
@@ -171,9 +171,10 @@ class OutputHead:
 #
 #     hidden [n, h], weight [V/tp, h] -> logits [n, V/tp] -> log-probs [n], entropies [n]
 #
-# It is one autograd function, so that logits are never kept. The backward pass needs only the softmax; with chunks it
-# keeps nothing and computes the softmax again, chunk by chunk. (Megatron's own cross entropy overwrites fp32 logits in
-# place, and has no temperature and no entropy.)
+# It is one autograd function. Both passes make the logits chunk by chunk, and keep none: from the forward to the
+# backward pass there are four numbers per token. On a GPU each pass reads the logits of a chunk in one kernel. The
+# weight's gradient is added up in fp32, in Megatron's gradient buffer. (Megatron's own cross entropy keeps fp32 logits,
+# and has no temperature and no entropy.)
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +183,7 @@ class Scoring:
 
     temperature       of the distribution, as in generation: one, or fp32 [n] with one for each row
     chunk             rows whose logits exist at the same time; 0: all
-    entropy           True if the entropy is computed: one more pass over the logits
+    entropy           True if the entropy is computed
     entropy_gradient  True if it has a gradient
     vocab             rows of all shards, without padding at the end; 0: all rows count
     fp32              True if the logits are not rounded to the model's dtype
@@ -197,172 +198,162 @@ class Scoring:
     fp32: bool = False
     vocab: int = 0
 
-    @property
-    def sharded(self) -> bool:
-        return self.group is not None and self.group.size() > 1
-
-    def without_padding(self, weight: torch.Tensor) -> torch.Tensor:
-        """Return the rows of this rank's shard that are tokens: padding must have no probability."""
-        if self.group is None or not (self.sharded and self.vocab):
-            return weight
-        rows = self.vocab - self.group.rank() * len(weight)
-        return weight[:rows] if rows < len(weight) else weight
+    def shard(self, weight: torch.Tensor) -> tuple[int, int]:
+        """Return the first token of this rank's shard and the number of its tokens: padding has no probability."""
+        if self.group is None or self.group.size() == 1:
+            return 0, len(weight)
+        first = self.group.rank() * len(weight)
+        return first, min(len(weight), (self.vocab or self.group.size() * len(weight)) - first)
 
     def parts(self, rows: int) -> list[slice]:
-        """Return the chunks of ``rows`` rows: at least one, which is empty without rows."""
+        """Return the chunks of ``rows`` rows."""
         step = self.chunk or max(1, rows)
-        return [slice(start, start + step) for start in range(0, max(1, rows), step)]
-
-    def of(self, part: slice) -> Scoring:
-        """Return the settings of the rows of one chunk."""
-        own = self.temperature
-        return replace(self, temperature=own[part]) if isinstance(own, torch.Tensor) else self
+        return [slice(start, start + step) for start in range(0, rows, step)]
 
     def reduce(self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> None:
         """Reduce ``tensor`` over the shards, in place."""
-        if self.sharded and tensor.numel():
+        if self.group is not None and self.group.size() > 1 and tensor.numel():
             dist.all_reduce(tensor, op, group=self.group)
-
-    def local(self, targets: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the targets as columns [n, 1] of this rank's shard of ``size``, and a mask of
-        those on another rank (column 0).
-        """
-        if self.group is None or not self.sharded:
-            return targets[:, None], None
-        local = targets - self.group.rank() * (-(-self.vocab // self.group.size()) or size)
-        elsewhere = (local < 0) | (local >= size)
-        return local.masked_fill(elsewhere, 0)[:, None], elsewhere
-
-
-@dataclass(frozen=True, slots=True)
-class _Scored:
-    """Scores, fp32 [n] each.
-
-    ``normaliser``: log of the partition function. ``softmax``: fp32 [n, V/tp], or None.
-    """
-
-    logprobs: torch.Tensor
-    entropy: torch.Tensor | None
-    normaliser: torch.Tensor
-    softmax: torch.Tensor | None
 
 
 def _logits(hidden: torch.Tensor, weight: torch.Tensor, how: Scoring) -> torch.Tensor:
-    """Return the logits, fp32 [n, V/tp]; the caller may overwrite them.
-
-    The product is rounded to the model's dtype or not, as in generation (``model.head_dtype``).
-    """
-    if not how.fp32:
-        logits = (hidden @ weight.t()).float()
-    elif hidden.is_cuda and hidden.dtype is not torch.float32:
+    """Return new logits [n, V/tp], rounded to the model's dtype or not, as in generation (``model.head_dtype``)."""
+    if how.fp32 and hidden.is_cuda and hidden.dtype is not torch.float32:
         # The kernel adds up in fp32 anyway; a copy of the weight in fp32 would be gigabytes.
-        logits = torch.mm(hidden, weight.t(), out_dtype=torch.float32)
-    else:
-        logits = hidden.float() @ weight.float().t()
-    if isinstance(how.temperature, torch.Tensor):
-        return logits.div_(how.temperature[:, None])
-    return logits if how.temperature == 1.0 else logits.div_(how.temperature)
+        return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
+    return hidden.float() @ weight.float().t() if how.fp32 else hidden @ weight.t()
 
 
-def _score(logits: torch.Tensor, targets: torch.Tensor, how: Scoring, *, keep: bool) -> _Scored:
-    """Score ``targets``.
+def _scaled(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
+    """Return ``logits`` / ``temperature`` in fp32, on a CPU in the same memory. A kernel has no temporaries."""
+    wide = logits.float()
+    return wide / temperature if wide.is_cuda else wide.div_(temperature)
 
-    Overwrites ``logits``, and allocates one more tensor of their size, the softmax.
+
+@Fused
+def sums_kernel(logits: torch.Tensor, temperature: torch.Tensor, entropy: bool) -> torch.Tensor:
+    """Return of each row of ``logits`` / ``temperature`` [n, 1], fp32 [2 or 3, n]: the largest entry m, the sum of
+    exp(z) over all entries m + z, and that of z exp(z). Like the next one it may overwrite ``logits``.
     """
-    # The largest logit of all shards is subtracted, so that no exponential overflows.
-    peak = logits.amax(-1)
-    how.reduce(peak, dist.ReduceOp.MAX)
-    z = logits.sub_(peak[:, None])
-    local, elsewhere = how.local(targets, logits.shape[-1])
-    target_z = z.gather(1, local)[:, 0]
-    if elsewhere is not None:
-        target_z.masked_fill_(elsewhere, 0.0)
+    z = _scaled(logits, temperature)
+    peak = z.amax(-1)
+    z = z.sub_(peak[:, None])
     p = z.exp()
-    # One reduction for the three sums: each reduction costs a latency.
-    sums = torch.stack([target_z, p.sum(-1), *([z.mul_(p).sum(-1)] if how.entropy else [])])
-    how.reduce(sums)
-    target_z, total, *weighted = sums
-    log_total = total.log()
-    softmax = p.div_(total[:, None]) if keep else None
-    entropy = log_total - weighted[0] / total if weighted else None
-    return _Scored(target_z - log_total, entropy, peak + log_total, softmax)
+    return torch.stack([peak, p.sum(-1), *([z.mul_(p).sum(-1)] if entropy else [])])
+
+
+@Fused
+def logit_gradient_kernel(
+    logits: torch.Tensor,
+    dtype: torch.dtype,
+    columns: torch.Tensor,
+    temperature: torch.Tensor,
+    normaliser: torch.Tensor,
+    grad: torch.Tensor,
+    entropy: torch.Tensor | None = None,
+    grad_entropy: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return the gradient of ``logits`` [n, V/tp] in ``dtype``. All others are [n, 1].
+
+    d logp / dz = onehot - p,   dH / dz = -p (log p + H),   z = logits / temperature
+
+    columns  of the targets in this shard; one that is outside of it is another rank's
+    """
+    logp = _scaled(logits, temperature).sub_(normaliser)
+    is_target = torch.arange(logits.shape[1], device=logits.device) == columns
+    if entropy is None or grad_entropy is None:
+        return logp.exp_().add_(is_target, alpha=-1).mul_(-grad / temperature).to(dtype)
+    p = logp.exp()
+    curved = logp.add_(entropy).mul_(p).mul_(-grad_entropy / temperature)
+    return p.add_(is_target, alpha=-1).mul_(-grad / temperature).add_(curved).to(dtype)
 
 
 class _ProjectedLogprobs(torch.autograd.Function):
-    """Projection, log-probs and entropy with one backward pass, in chunks."""
+    """Projection, log-probs and entropy, in chunks."""
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, how: Scoring, backward: bool
+        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, how: Scoring
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        parts = how.parts(len(targets))
-        # With a single part the softmax fits into memory: it is kept, not computed again.
-        # ``needs_input_grad`` is True of a trained weight even inside no_grad.
-        keep = len(parts) == 1 and backward and any(ctx.needs_input_grad)
-        scored = [_score(_logits(hidden[part], weight, how.of(part)), targets[part], how, keep=keep) for part in parts]
-        logprobs = _join([chunk.logprobs for chunk in scored])
-        entropies = [chunk.entropy for chunk in scored if chunk.entropy is not None]
-        entropy = _join(entropies) if entropies else None
-        normaliser = _join([chunk.normaliser for chunk in scored])
-        ctx.save_for_backward(hidden, weight, targets, entropy, normaliser, scored[0].softmax)
+        (first, size), rows = how.shard(weight), len(targets)
+        columns = targets - first
+        is_here, at = (columns >= 0) & (columns < size), columns.clamp(0, size - 1)
+        temperature = how.temperature
+        if not isinstance(temperature, torch.Tensor):
+            temperature = torch.full((rows,), temperature, dtype=torch.float32, device=hidden.device)
+        sums = temperature.new_empty(4 if how.entropy else 3, rows)  # target's logit; those of the kernel
+        for part in how.parts(rows):  # the logits of a chunk are free before the next ones are made
+            logits = _logits(hidden[part], weight[:size], how)
+            sums[0, part] = logits.gather(1, at[part, None])[:, 0]
+            sums[1:, part] = sums_kernel.on(hidden.device)(logits, temperature[part, None], how.entropy)
+            del logits
+        target, own, *_ = sums
+        # The largest logit of all shards is subtracted, so that no exponential overflows.
+        peak = own.clone()
+        how.reduce(peak, dist.ReduceOp.MAX)
+        shift = own - peak
+        if how.entropy:
+            sums[3] += shift * sums[2]
+        sums[2:] *= shift.exp()
+        sums[0] = (target / temperature - peak).masked_fill(~is_here, 0.0)
+        how.reduce(sums)  # one reduction, because each costs a latency
+        log_total = sums[2].log()
+        logprobs = sums[0] - log_total
+        entropy = log_total - sums[3] / sums[2] if how.entropy else None
+        ctx.save_for_backward(hidden, weight, columns, temperature, peak + log_total, entropy)
         ctx.how = how
         if entropy is not None and not how.entropy_gradient:
             ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None, None]:
-        hidden, weight, targets, entropy, normaliser, softmax = ctx.saved_tensors
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None]:
+        hidden, weight, columns, temperature, normaliser, entropy = ctx.saved_tensors
         how: Scoring = ctx.how
+        _, size = how.shard(weight)
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        # Chunks are summed in fp32; a single chunk needs no sum.
-        grad_weight: torch.Tensor | None = None
-        for part in how.parts(len(targets)):
-            p = softmax
-            if p is None:
-                p = _logits(hidden[part], weight, how.of(part)).sub_(normaliser[part, None]).exp_()
-            grad_entropy = grads[1][part] if how.entropy_gradient else None
-            own_entropy = None if entropy is None else entropy[part]
-            slope = _logit_gradient(p, targets[part], grads[0][part], grad_entropy, own_entropy, how.of(part))
-            slope = slope.to(weight.dtype)
+        total = _gradient_buffer(weight) if ctx.needs_input_grad[1] else None
+        inputs = [columns, temperature, normaliser, grads[0]]
+        inputs += [entropy, grads[1]] if how.entropy_gradient else []
+        for part in how.parts(len(columns)):
+            logits = _logits(hidden[part], weight[:size], how)
+            of_rows = (each[part, None] for each in inputs)
+            slope = logit_gradient_kernel.on(hidden.device)(logits, weight.dtype, *of_rows)
             if grad_hidden is not None:
-                torch.mm(slope, weight, out=grad_hidden[part])
-            if ctx.needs_input_grad[1]:
-                share = slope.t() @ hidden[part]
-                grad_weight = share if grad_weight is None else grad_weight.float().add_(share)
+                torch.mm(slope, weight[:size], out=grad_hidden[part])
+            if total is not None:
+                _add_product(total[:size], slope.t(), hidden[part])
+            del logits, slope
         if grad_hidden is not None:
             how.reduce(grad_hidden)  # each rank computed the part of its shard of the vocabulary
-        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None
+        return grad_hidden, None if total is None else _rest_of(weight, total), None, None
 
 
-def _logit_gradient(
-    p: torch.Tensor,
-    targets: torch.Tensor,
-    grad_logprobs: torch.Tensor,
-    grad_entropy: torch.Tensor | None,
-    entropy: torch.Tensor | None,
-    how: Scoring,
-) -> torch.Tensor:
-    """Return the gradient of the logits, fp32 [n, V/tp], in the memory of the softmax ``p``.
+def _gradient_buffer(weight: torch.Tensor) -> torch.Tensor:
+    """Return where the gradient of ``weight`` is added up: Megatron's buffer, or else zeros. fp32."""
+    buffer: torch.Tensor | None = getattr(weight, "main_grad", None)
+    return torch.zeros_like(weight, dtype=torch.float32) if buffer is None else buffer
 
-    d logp / dz = onehot - p,   dH / dz = -p (log p + H),   z = logits / temperature
-    """
-    scale = grad_logprobs / how.temperature
-    local, elsewhere = how.local(targets, p.shape[-1])
-    if grad_entropy is None or entropy is None:
-        gradient = p.mul_(-scale[:, None])
+
+def _rest_of(weight: torch.Tensor, total: torch.Tensor) -> torch.Tensor | None:
+    """Return what autograd still has to add to the gradient of ``weight``."""
+    if getattr(weight, "main_grad", None) is not total:
+        return total.to(weight.dtype)
+    if getattr(weight, "zero_out_wgrad", False):
+        return None  # Megatron's mark of a weight that is also the embedding, whose gradient follows
+    # Megatron's hook must see a gradient, and does not add it.
+    weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+    return torch.empty_like(weight)
+
+
+def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    """Add ``a`` @ ``b`` to ``total`` in fp32."""
+    if a.dtype is total.dtype:
+        total.addmm_(a, b)
+    elif a.is_cuda:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     else:
-        scale_entropy = grad_entropy / how.temperature
-        curved = torch.special.entr(p).mul_(scale_entropy[:, None])  # entr: -p log p, 0 at 0
-        gradient = p.mul_(-(scale + scale_entropy * entropy)[:, None]).add_(curved)
-    at_target = scale if elsewhere is None else scale.masked_fill(elsewhere, 0.0)
-    # index_put_ has a deterministic kernel on CUDA (``train.deterministic``), scatter_add_ has none.
-    rows = torch.arange(len(local), device=local.device)
-    return gradient.index_put_((rows, local[:, 0]), at_target, accumulate=True)
-
-
-def _join(parts: list[torch.Tensor]) -> torch.Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+        total.add_(a @ b)
 
 
 def projected_logprobs(
@@ -375,5 +366,5 @@ def projected_logprobs(
     entropy is None without ``how.entropy``, and has a gradient only with ``how.entropy_gradient``.
     """
     function: Any = _ProjectedLogprobs
-    logprobs, entropy = function.apply(hidden, how.without_padding(weight), targets, how, torch.is_grad_enabled())
+    logprobs, entropy = function.apply(hidden, weight, targets, how)
     return logprobs, entropy

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from realsys.cluster.gpu_devices import attention_kernel
+from realsys.cluster.gpu_devices import attention_kernel, on_device
 from realsys.train.megatron.megatron_core import (
     MLP,
     MegatronModule,
@@ -29,7 +29,6 @@ from realsys.train.megatron.megatron_core import (
     TransformerConfig,
     get_gpt_layer_local_spec,
 )
-from realsys.train.worker.packing import on_device
 
 log = logging.getLogger(__name__)
 
@@ -416,12 +415,16 @@ class Fused:
         """True after a call that ran the kernel."""
         return self._compiled not in (None, self.written)
 
-    def __call__(self, *inputs: torch.Tensor) -> torch.Tensor:
+    def on(self, device: torch.device) -> Callable[..., torch.Tensor]:
+        """Return the kernel for a GPU, and the function as it is written for a CPU: compiling would take longer."""
+        return self if device.type == "cuda" else self.written
+
+    def __call__(self, *inputs: Any) -> torch.Tensor:
         if self._compiled is None:
             self._compiled = torch.compile(self.written, fullgraph=True, dynamic=True, backend=self.backend)
         try:
             return self._compiled(*inputs)
-        except torch._dynamo.exc.TorchDynamoException as error:
+        except (torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit) as error:
             cause = str(error).strip().partition("\n")[0]
             log.warning("%s is not one kernel, because it cannot be compiled: %s", self.written.__name__, cause)
             self._compiled = self.written

@@ -166,7 +166,8 @@ class Role:
         # The tensor and pipeline ranks of a data rank divide the work.
         share = (1 if gradients else 1 / 3) / (layout.tensor * layout.pipeline)
         self.flops += share * model_flops(sizes, ends, scored, begins)
-        self.computed_flops += share * model_flops(sizes, ends, scored, begins, again if gradients else 0.0)
+        twice = (again, 1.0) if gradients else (0.0, 0.0)  # the backward pass of the head makes its logits again
+        self.computed_flops += share * model_flops(sizes, ends, scored, begins, twice)
 
     def _fewest_microbatches(self) -> int:
         stages = self.groups.mesh.layout.pipeline

@@ -11,6 +11,7 @@ import torch
 
 from realsys.algorithm.advantages import moments
 from realsys.algorithm.value import RunningMoments, critic_loss, explained_variance
+from realsys.cluster.gpu_devices import on_device
 from realsys.model_calls import MfcRequest
 from realsys.train.megatron.heads import Outputs
 from realsys.train.megatron.train_engine import Stats
@@ -80,7 +81,7 @@ class CriticTrain:
             old = _concatenate([role.data.get(ref.sample_id, "values")[:-1] for ref in batch.refs])
             returns = _concatenate([role.data.get(ref.sample_id, "returns") for ref in batch.refs])
             for key, array in (("values", before.normalise(old)), ("returns", role.running_values.normalise(returns))):
-                batch.arrays[key] = torch.from_numpy(array).to(role.device.device)
+                batch.arrays[key] = on_device(torch.from_numpy(array), role.device.device)
         return batches
 
     def _finish_stats(self, role: Role, steps: OptimizerSteps) -> dict[str, float]:

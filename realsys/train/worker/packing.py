@@ -23,6 +23,7 @@ import numpy.typing as npt
 import torch
 
 from realsys.algorithm.prefix_tree import RowTree, row_tree
+from realsys.cluster.gpu_devices import on_device
 from realsys.config.dataflow import TEMPERATURES
 from realsys.train.worker.data_manager import Array, DataManager
 from realsys.types import SequenceRef, constant
@@ -168,11 +169,6 @@ class MicroBatchPacker:
 
     def _tensor(self, array: Array) -> torch.Tensor:
         return on_device(torch.from_numpy(array), self._device)
-
-
-def on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a host tensor on ``device``. The host does not wait for the copy, so it packs while the GPU computes."""
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def loss_and_end_rows(batch: MicroBatch) -> torch.Tensor:

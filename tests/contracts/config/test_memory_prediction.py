@@ -21,7 +21,7 @@ from realsys.config.rank_memory import (
 )
 from realsys.model_files.config_json import read_model
 from realsys.train.megatron.train_engine import optimizer_tensors
-from tests.support.gpu.fake_memory import LiveBytes, measure
+from tests.support.gpu.meta_rank import LiveBytes, measure
 from tests.support.serving.hf_models import make_model
 from tests.support.serving.qwen_models import write_qwen
 from tests.support.training.engine_ranks import NLL, REFS, make_config, make_settings, on_ranks

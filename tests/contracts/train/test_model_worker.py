@@ -26,6 +26,7 @@ from realsys.model_calls import (
 from realsys.model_files.config_json import read_model
 from realsys.train.checkpoint.checkpoint_files import CheckpointState, RoleState, rank_stem
 from realsys.train.master.checkpoints import commit
+from realsys.train.megatron.device import Device
 from realsys.train.requests import (
     CopyWeightsRequest,
     FinishCheckpointRequest,
@@ -34,6 +35,7 @@ from realsys.train.requests import (
     SaveWeightsReply,
     SaveWeightsRequest,
 )
+from realsys.train.worker import call_service
 from realsys.weights.disk.manifest import DiskPlan
 from tests.support.training.played_master import REFS, PlayedWorker, Script, call, load, make_config
 from tests.support.training.train_ranks import run_ranks
@@ -87,16 +89,31 @@ def test_the_loop_serves_what_the_master_asks_for(folders, tmp_path):
         assert math.isfinite(training.stats["loss"]) and training.stats["grad_norm"] > 0
         assert inference.stats["logprob_difference_max"] >= inference.stats["logprob_difference_mean"] > 0
     assert [shard.file for shard in shards] == [f"model-{i + 1:05d}-of-00004.safetensors" for i in range(4)]
-    flops = model_flops(
-        read_model(folders["actor"]).sizes, [ref.length for ref in REFS], sum(ref.loss_tokens for ref in REFS)
-    )
-    for position, share in ((2, 1 / 3), (3, 1)):  # a forward pass, and training
-        for count in ("flops", "computed_flops"):  # nothing is recomputed
-            assert sum(replies[position].gpu[count] for replies, _ in found) == pytest.approx(share * flops)
+    sizes, lengths = read_model(folders["actor"]).sizes, [ref.length for ref in REFS]
+    for position, share, again in ((2, 1 / 3, 0.0), (3, 1, 1.0)):  # a forward pass; training, which makes logits again
+        for count, twice in (("flops", (0.0, 0.0)), ("computed_flops", (0.0, again))):
+            flops = share * model_flops(sizes, lengths, sum(ref.loss_tokens for ref in REFS), recomputed=twice)
+            assert sum(replies[position].gpu[count] for replies, _ in found) == pytest.approx(flops)
     before = load_file(folders["actor"] / "model.safetensors")
     after = {name: tensor for shard in shards for name, tensor in load_file(tmp_path / shard.file).items()}
     assert after.keys() == before.keys()
     assert any(not torch.equal(after[name], before[name]) for name in before)
+
+
+def test_seconds_of_a_call_contain_its_kernels(folders, monkeypatch):
+    """The host is ahead of a GPU: here the kernels that it has queued take a thousand seconds of an injected clock."""
+
+    def body(rank, device):
+        clock = [0.0]
+        monkeypatch.setattr(call_service.time, "perf_counter", lambda: clock[0])
+        monkeypatch.setattr(call_service, "make_role", lambda *given, **how: make_role(*given[:-1], device, **how))
+        worker = PlayedWorker([load("actor", folders), inference], rank, device, make_config(), holders=[0])
+        worker._service._device = Device(torch.device("cuda", 0), "gloo")  # the one that the loop waits for
+        torch.cuda.synchronize = lambda device: clock.__setitem__(0, 1000.0)
+        return worker.serve()[1].seconds
+
+    make_role, inference = call_service.make_role, call("actor_inf", "actor", [REFS])
+    assert run_ranks(1, body, make_config(), D1) == [1000.0]
 
 
 def test_masked_tokens_are_in_no_loss(folders):

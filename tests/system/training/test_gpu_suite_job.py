@@ -1,5 +1,6 @@
 """The command that runs everything that needs a GPU, on a machine without one: skipped, or on the CPU."""
 
+import json
 import os
 
 import pytest
@@ -26,6 +27,15 @@ def test_every_row_says_that_there_is_no_gpu(tmp_path):
 def test_item_out_of_time_is_a_row(tmp_path):
     code, _, rows = gpu_all(tmp_path / "out", "--budget", "0.1", "--items", "0", "1")
     assert [row["result"] for row in rows] == ["out of time", "not run"] and code == 1
+
+
+def test_dry_counts_are_those_predicted(tmp_path):
+    """FLOPs, bytes of reductions and of the hand-over, and waits of three models; no wait in a micro-batch."""
+    code, output, [row] = gpu_all(tmp_path / "out", "--dry")
+    assert (code, row["result"]) == (0, "passed"), output
+    rows = json.loads((tmp_path / "out" / "dry.rows.json").read_text())
+    assert [row["model"] for row in rows if row["what"] == "TFLOP"] == ["0.5b", "1.5b", "7b"]
+    assert {row["counted"] for row in rows if row["what"] == "waits of a micro-batch"} == {0}
 
 
 @pytest.mark.parametrize("item", ITEMS)

@@ -433,7 +433,7 @@ def test_model_flops_have_the_head_for_scored_tokens_only():
 def test_recomputed_layers_add_a_forward_pass():
     """Without the head, whose 4 tokens take 960 FLOPs each."""
     layers = model_flops(SIZES, [10, 3], scored=4) - 960 * 4
-    assert model_flops(SIZES, [10, 3], scored=4, recomputed=0.5) == layers * (1 + 0.5 / 3) + 960 * 4
+    assert model_flops(SIZES, [10, 3], scored=4, recomputed=(0.5, 1.0)) == layers * (1 + 0.5 / 3) + 960 * 4 * 4 / 3
 
 
 def test_flops_are_those_that_torch_counts():

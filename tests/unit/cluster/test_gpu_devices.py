@@ -255,28 +255,41 @@ def test_installed_kernel_runs_under_fake_tensors():
             assert (gradient.shape, gradient.dtype) == (tensor.shape, torch.bfloat16)
 
 
+FA3, FA4 = "flash_attn_interface", "flash_attn.cute"
+
+
 @pytest.mark.parametrize(
-    ("major", "installed", "error", "used", "calls"),
+    ("major", "installed", "broken", "used", "calls"),
     [
-        (9, True, None, True, ["FA3"]),
-        (9, False, None, False, []),
-        (8, True, None, False, []),
-        (9, True, RuntimeError("built for another CUDA"), False, ["FA3", "restored"]),
+        (9, [FA3, FA4], "", "FA3", ["FA3"]),
+        (9, [FA4], "", "FA4", ["FA4"]),
+        (9, [], "", "", []),
+        (9, [FA3], "FA3", "", ["FA3", "restored"]),
+        (9, [FA3, FA4], "FA3", "FA4", ["FA3", "restored", "FA4"]),
+        (10, [FA3, FA4], "", "FA4", ["FA4"]),
+        (10, [FA3], "", "", []),
+        (8, [FA3, FA4], "", "", []),
     ],
 )
-def test_flash_attention_3_is_used_where_it_runs(major, installed, error, used, calls, monkeypatch):
+def test_fastest_attention_that_runs_is_used(major, installed, broken, used, calls, monkeypatch):
+    """FlashAttention 3 knows Hopper only, 4 Hopper and Blackwell. Without its package a module has no parent."""
     seen: list[str] = []
 
     def trial():
-        if error is not None:
-            raise error
+        if seen[-1] == broken:
+            raise RuntimeError("built for another CUDA")
+
+    def find_spec(name):
+        if name not in installed:
+            raise ModuleNotFoundError(name)
+        return object()
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (major, 0))
     monkeypatch.setattr("torch.nn.attention.activate_flash_attention_impl", seen.append)
     monkeypatch.setattr("torch.nn.attention.restore_flash_attention_impl", lambda: seen.append("restored"))
-    monkeypatch.setattr(gpu_devices.importlib.util, "find_spec", lambda name: object() if installed else None)
-    assert gpu_devices.activate_flash_attention_3(trial) is used
+    monkeypatch.setattr(gpu_devices.importlib.util, "find_spec", find_spec)
+    assert gpu_devices.activate_flash_attention(trial) == used
     assert seen == calls
 
 

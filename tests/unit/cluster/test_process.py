@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from realsys.cluster.gpu_devices import activate_flash_attention_3
+from realsys.cluster.gpu_devices import activate_flash_attention
 from realsys.cluster.gpu_environment import (
     as_cpu_list,
     bind_to_gpus,
@@ -170,6 +170,6 @@ def test_torch_is_asked_before_the_first_kernel(monkeypatch, kind, deterministic
 
 
 def test_deterministic_attention_is_torchs_own(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: pytest.fail("looked for FlashAttention 3"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: pytest.fail("looked for FlashAttention"))
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-    assert not activate_flash_attention_3(lambda: None)
+    assert not activate_flash_attention(lambda: None)

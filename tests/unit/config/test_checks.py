@@ -75,6 +75,7 @@ WRONG = [
     ([*SGLANG, "generation.sglang.args={host: 0.0.0.0}"], "generation.sglang.args.host", "set by realsys"),
     ([*SGLANG, "generation.sglang.args={node_rank: 1}"], "generation.sglang.args.node_rank", "set by realsys"),
     ([*SGLANG, "generation.sglang.args={model_path: /m}"], "generation.sglang.args.model_path", "set by realsys"),
+    ([*SGLANG, "generation.sglang.args={enable-fp32-lm-head: true}"], "args.enable-fp32-lm-head", "set by realsys"),
     ([*SGLANG, "generation.sglang.args={tp-size: 1, tp_size: 2}"], "args.tp_size", "the same option as tp-size"),
     ([*SGLANG, "generation.sglang.args={lora-paths: {a: b}}"], "args.lora-paths", "must be a number"),
     ([*SGLANG, "generation.sampling.penalties.presence=0.5"], "penalties.presence", "include it in the log-probs"),

@@ -63,7 +63,7 @@ def test_defaults_without_the_settings_are_refused(tmp_path):
         ),
         (
             "1.5B",
-            ["serve.d6+d2", "train.head_chunk_tokens=0", "train.microbatch_tokens=49152"],
+            ["serve.d6+d2", "train.head_chunk_tokens=0", "train.microbatch_tokens=65536"],
             "microbatch_tokens=28672",
         ),
     ],

@@ -9,12 +9,13 @@ from msgspec.structs import replace
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from realsys.algorithm.prefix_tree import shared_beginnings
+from realsys.cluster.gpu_devices import on_device
 from realsys.config.allocation import ACTOR, ParallelLayout
 from realsys.config.schema import Config
 from realsys.train.megatron.heads import Scoring, projected_logprobs
 from realsys.train.megatron.layers import make_buckets, pack_segments
 from realsys.train.worker.data_manager import DataManager
-from realsys.train.worker.packing import MicroBatchPacker, last_rows, loss_and_end_rows, on_device, split_rows
+from realsys.train.worker.packing import MicroBatchPacker, last_rows, loss_and_end_rows, split_rows
 from realsys.types import SequenceRef
 from tests.support.training.sample_records import make_mask, make_ref
 from tests.support.training.train_ranks import FORMED, run_ranks
@@ -183,11 +184,10 @@ def warmer(mixed):
     return torch.linspace(0.5, 1.5, ROWS) if mixed else TEMPERATURE
 
 
-def naive(*, with_entropy, mixed=False):
-    """log-probs, entropies, gradient of hidden, gradient of weight."""
+def naive(*, with_entropy, mixed=False, dtype=torch.float32):
+    """log-probs, entropies, gradient of hidden, gradient of weight, in float64 from inputs of ``dtype``."""
     hidden, weight, targets, upstream, upstream_entropy = inputs()
-    hidden.requires_grad_()
-    weight.requires_grad_()
+    hidden, weight = (each.to(dtype).double().requires_grad_() for each in (hidden, weight))
     every = (hidden @ weight.t() / torch.as_tensor(warmer(mixed)).view(-1, 1)).log_softmax(-1)
     logprobs, entropy = every.gather(1, targets[:, None])[:, 0], -(every.exp() * every).sum(-1)
     loss = (logprobs * upstream).sum()
@@ -195,21 +195,23 @@ def naive(*, with_entropy, mixed=False):
         loss = loss + (entropy * upstream_entropy).sum()
     loss.backward()
     assert hidden.grad is not None and weight.grad is not None
-    return logprobs.detach(), entropy.detach(), hidden.grad, weight.grad
+    return tuple(each.detach().float() for each in (logprobs, entropy, hidden.grad, weight.grad))
 
 
 @pytest.mark.processes
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("tensor_ranks", [1, 2])
-def test_values_and_gradients_are_those_of_the_formulas(tensor_ranks):
+def test_values_and_gradients_are_those_of_the_formulas(tensor_ranks, dtype):
+    """Values are exact to fp32 in either dtype; gradients are rounded to bf16, the one of hidden on each rank."""
     cases = list(itertools.product((0, 4), (False, True), (False, True)))  # rows at a time, entropy bonus, temperatures
 
     def body(rank, device):
         found = []
         for chunk, with_entropy, mixed in cases:
             hidden, weight, targets, upstream, upstream_entropy = inputs()
-            hidden.requires_grad_()
-            shard = weight.chunk(tensor_ranks)[rank].clone().requires_grad_()
-            how = Scoring(warmer(mixed), chunk, with_entropy, FORMED[ACTOR].tensor)
+            hidden = hidden.to(dtype).requires_grad_()
+            shard = weight.to(dtype).chunk(tensor_ranks)[rank].clone().requires_grad_()
+            how = Scoring(warmer(mixed), chunk, with_entropy, FORMED[ACTOR].tensor, fp32=True)
             logprobs, entropy = projected_logprobs(hidden, shard, targets, how)
             assert entropy is not None and entropy.requires_grad == with_entropy
             loss = (logprobs * upstream).sum()
@@ -222,11 +224,15 @@ def test_values_and_gradients_are_those_of_the_formulas(tensor_ranks):
 
     ranks = run_ranks(tensor_ranks, body, Config(), ParallelLayout(tensor=tensor_ranks))
     for case, (_, with_entropy, mixed) in enumerate(cases):
-        *expected, weight_grad = naive(with_entropy=with_entropy, mixed=mixed)
+        *expected, hidden_grad, weight_grad = naive(with_entropy=with_entropy, mixed=mixed, dtype=dtype)
+        error = 1e-5 if dtype is torch.float32 else 2.0**-6
         for rank in ranks:
-            for got, wanted in zip(rank[case][:3], expected, strict=True):
+            for got, wanted in zip(rank[case][:2], expected, strict=True):
                 torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-5)
-        torch.testing.assert_close(torch.cat([rank[case][3] for rank in ranks]), weight_grad, atol=1e-5, rtol=1e-5)
+            assert rank[case][2].dtype is dtype
+            torch.testing.assert_close(rank[case][2].float(), hidden_grad, atol=error, rtol=error)
+        got = torch.cat([rank[case][3] for rank in ranks])
+        torch.testing.assert_close(got.float(), weight_grad, atol=error, rtol=error)
 
 
 def test_no_rows_give_no_gradient():
@@ -298,8 +304,36 @@ def test_inference_makes_no_softmax_and_no_entropy():
     with Operations() as seen, torch.no_grad():
         logprobs, entropy = projected_logprobs(hidden, weight, targets, Scoring(entropy=False))
     assert entropy is None
-    assert seen.names == ["mm", "sub_", "exp"]
+    assert seen.names == ["mm", "div_", "sub_", "exp"]
     torch.testing.assert_close(logprobs, projected_logprobs(hidden, weight, targets, Scoring())[0].detach())
+
+
+@pytest.mark.parametrize("chunk", [0, 4])
+def test_no_logits_are_kept_for_the_backward_pass(chunk):
+    hidden, weight, targets, *_ = inputs()
+    kept: list[torch.Size] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda each: kept.append(each.shape) or each, lambda each: each):
+        projected_logprobs(hidden.requires_grad_(), weight, targets, Scoring(chunk=chunk, entropy_gradient=True))
+    assert sorted(kept) == [*[(ROWS,)] * 4, (ROWS, HIDDEN), (VOCAB, HIDDEN)]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weight_gradient_is_added_up_in_megatrons_buffer(tied, dtype):
+    """In fp32 over micro-batches. Of a weight that is also the embedding, its hook still adds the other part."""
+    hidden, weight, targets, upstream, _ = inputs()
+    hidden, weight = hidden.to(dtype), weight.to(dtype).requires_grad_()
+    buffer = torch.ones(VOCAB, HIDDEN)
+    for name, value in {"main_grad": buffer, "grad_added_to_main_grad": False, "zero_out_wgrad": tied}.items():
+        setattr(weight, name, value)
+    for _ in range(2):
+        logprobs, _ = projected_logprobs(hidden, weight, targets, Scoring(TEMPERATURE, 4, fp32=True))
+        (logprobs * upstream).sum().backward()
+    # Megatron's hook wants a gradient to be there, and adds it unless it is marked.
+    assert (weight.grad is None) is tied and weight.grad_added_to_main_grad is not tied
+    error = 1e-5 if dtype is torch.float32 else 2.0**-6
+    expected = 1 + 2 * naive(with_entropy=False, dtype=dtype)[3]
+    torch.testing.assert_close(buffer, expected, atol=error, rtol=error)
 
 
 def test_only_one_logits_chunk_exists_at_once():

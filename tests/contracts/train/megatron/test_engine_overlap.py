@@ -10,11 +10,12 @@ STEPS = 3  # Megatron reduces the first batch after the backward pass, and overl
 
 
 @pytest.fixture(scope="module")
-def path(tmp_path_factory):
+def paths(tmp_path_factory):
     torch.set_num_threads(1)
-    folder = tmp_path_factory.mktemp("tied")
-    make_model(tied=True).save_pretrained(folder)
-    return folder
+    folders = {tied: tmp_path_factory.mktemp(f"tied-{tied}") for tied in (True, False)}
+    for tied, folder in folders.items():
+        make_model(tied=tied).save_pretrained(folder)
+    return folders
 
 
 def weights_after_steps(rank):
@@ -32,13 +33,20 @@ def weights_after_steps(rank):
 
 
 @pytest.mark.parametrize(
-    ("text", "train"),
-    [("d2", {}), ("d2", {"distributed_optimizer": True}), ("d2p2", {}), ("d2m2", {"sequence_parallel": True})],
+    ("text", "tied", "train"),
+    [
+        ("d2", True, {}),
+        ("d2", False, {"distributed_optimizer": True}),
+        ("d2p2", True, {}),
+        ("d2m2", True, {"sequence_parallel": True}),
+    ],
 )
-def test_overlapped_reduction_does_not_change_the_weights(text, train, path):
+def test_overlapped_reduction_does_not_change_the_weights(text, tied, train, paths):
     runs = [
-        on_ranks(text, path, weights_after_steps, make_config(overlap_grad_reduce=overlap, **train), make_settings())
-        for overlap in (True, False)
+        on_ranks(
+            text, paths[tied], weights_after_steps, make_config(overlap_grad_reduce=each, **train), make_settings()
+        )
+        for each in (True, False)
     ]
     for ours, expected in zip(*runs, strict=True):
         assert ours.keys() == expected.keys()

@@ -37,6 +37,10 @@ def test_packages_of_other_versions_are_named(monkeypatch, capsys):
         (doctor.open_files(1024), doctor.NOTE, "ulimit -Hn"),
         (doctor.open_files(1 << 20), doctor.OK, "1,048,576 a process"),
         (doctor.open_files(resource.RLIM_INFINITY), doctor.OK, "unlimited"),
+        (doctor.attention("FA3", 9), doctor.OK, "FlashAttention 3"),
+        (doctor.attention("", 9), doctor.NOTE, "module flash_attn_interface) or FlashAttention 4 (pip install"),
+        (doctor.attention("", 10), doctor.NOTE, "FlashAttention 2: FlashAttention 4 (pip install flash-attn-4) is"),
+        (doctor.attention("", 8), doctor.OK, "the only one for this GPU"),
     ],
 )
 def test_small_limits_come_with_a_remedy(finding, state, words):

@@ -21,6 +21,7 @@ from realsys.model_files.config_json import read_model
 from realsys.train.checkpoint.saver import HeldParameter
 from realsys.train.megatron import train_engine as module
 from realsys.train.megatron.device import Device
+from realsys.train.megatron.heads import logit_gradient_kernel, sums_kernel
 from realsys.train.megatron.hf_model import HFReader, ShardMap, assign_writers, check_layout
 from realsys.train.megatron.layers import (
     Fused,
@@ -186,6 +187,36 @@ def test_kernels_for_gpus_equal_the_operations_in_double(dtype, caplog, monkeypa
     assert caplog.records == [], "one could not be compiled"
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_head_kernels_equal_the_operations_in_double(dtype, caplog, monkeypatch):
+    """A row whose target is in another shard has a column outside of this one."""
+    monkeypatch.setattr(tqdm, "monitor_interval", 0)
+    caplog.set_level(logging.WARNING)
+    generator = torch.Generator().manual_seed(5)
+    rows, vocab = 5, 12
+    logits = (4 * torch.randn(rows, vocab, generator=generator)).to(dtype)
+    temperature, grad, grad_entropy = torch.rand(3, rows, 1, generator=generator) + 0.5
+    columns = torch.tensor([[0], [11], [-1], [12], [5]])
+    exact = logits.double().requires_grad_()
+    every = (exact / temperature).log_softmax(-1)
+    entropy, peak = -(every.exp() * every).sum(-1, keepdim=True), (exact / temperature).amax(-1)
+    lse, z = (exact / temperature).logsumexp(-1, keepdim=True), exact / temperature - peak[:, None]
+    sums = torch.stack([peak, z.exp().sum(-1), (z * z.exp()).sum(-1)]).detach().float()
+    at_target = torch.where(torch.arange(vocab) == columns, every + lse, 0).sum(-1, keepdim=True) - lse
+    for bonus in (True, False):
+        got = Fused(sums_kernel.written, backend="aot_eager")(logits.clone(), temperature, bonus)
+        torch.testing.assert_close(got, sums[: 2 + bonus], rtol=1e-5, atol=1e-6)
+        loss = (at_target * grad).sum() + bonus * (entropy * grad_entropy).sum()
+        (expected,) = torch.autograd.grad(loss, exact, retain_graph=True)
+        inputs = [columns, temperature, lse.detach().float(), grad]
+        inputs += [entropy.detach().float(), grad_entropy] if bonus else []
+        slope = Fused(logit_gradient_kernel.written, backend="aot_eager")(logits.clone(), dtype, *inputs)
+        assert slope.dtype is dtype
+        error = 2.0**-8 if dtype is torch.bfloat16 else 1e-5
+        torch.testing.assert_close(slope.double(), expected, rtol=error, atol=1e-6)
+    assert caplog.records == [], "one could not be compiled"
+
+
 def test_kernel_that_cannot_be_compiled_is_computed_as_written(caplog):
     def depends_on_data(x):
         return x * 2 if x.sum().item() > 0 else x * 3
@@ -194,6 +225,15 @@ def test_kernel_that_cannot_be_compiled_is_computed_as_written(caplog):
     assert kernel(torch.ones(3)).tolist() == [2.0] * 3 and kernel(-torch.ones(3)).tolist() == [-3.0] * 3
     [warning] = [record.getMessage() for record in caplog.records if "depends_on_data" in record.getMessage()]
     assert "cannot be compiled" in warning
+
+
+def test_kernel_of_too_many_kinds_is_computed_as_written(caplog, monkeypatch):
+    """torch compiles a function anew for each dtype, up to a limit."""
+    monkeypatch.setattr(tqdm, "monitor_interval", 0)
+    kernel = Fused(lambda x: x + 1, backend="aot_eager")
+    with torch._dynamo.config.patch(recompile_limit=1):
+        assert all(kernel(torch.ones(3, dtype=dtype)).sum() == 6 for dtype in (torch.float32, torch.bfloat16))
+    assert not kernel.is_compiled and "cannot be compiled" in caplog.text
 
 
 def test_rotation_is_rounded_once():
