@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from realsys.config.backend_rules import SGLANG_VENV
+from realsys.config.backend_rules import SGLANG
 from tests.chaos import checks, outside
 from tests.chaos.kept_agents import Agents
 from tests.chaos.live import ChaosRun, Ended, Interrupted
@@ -99,7 +99,7 @@ def _missing(needs: Needs) -> str:
         "": True,
         "root": os.geteuid() == 0,
         "etcd": shutil.which("etcd") is not None,
-        "sglang": (SGLANG_VENV / "bin" / "python").exists(),
+        "sglang": (SGLANG.venv / "bin" / "python").exists(),
     }
     return "" if here[needs] else needs
 

@@ -46,7 +46,7 @@ WITHOUT_TORCH = (
     "realsys.generation.server",
     "realsys.generation.sglang",
     "realsys.generation.sglang.backend",
-    "realsys.generation.sglang.engine",
+    "realsys.generation.child.engine",
     "realsys.generation.threaded",
     "realsys.generation.weight_folder",
     "realsys.train.checkpoint",
