@@ -62,7 +62,8 @@ class ServerUnderTest:
 
     ``start``: the version that it serves when a test begins. ``seeded``: a seed decides an answer whatever else runs;
     SGLang needs its deterministic inference for that, which it has not on a CPU. ``pieces``: tokens of requests that
-    are no stream are shown when a piece ends, and a piece is longer than the completions of these tests.
+    are no stream are shown when a piece ends, and a piece is longer than the completions of these tests. ``block``:
+    tokens of a block of its prefix cache.
     """
 
     url: str
@@ -72,6 +73,7 @@ class ServerUnderTest:
     start: int = -1
     seeded: bool = True
     pieces: bool = False
+    block: int = 1
     engine: GenerationEngine | None = None
 
 
@@ -149,9 +151,17 @@ def fresh(running: Running, versions: Versions) -> ServerUnderTest:
         assert time.monotonic() < end, problem
         log.warning("%s; waiting for the engine", problem)
         threading.Event().wait(0.5)
-    seeded = running.engine.info().result(BOUND_S).backend == "vllm"
+    vllm = running.engine.info().result(BOUND_S).backend == "vllm"
     return ServerUnderTest(
-        running.url, versions.models, versions.paths, 16, 0, seeded=seeded, pieces=True, engine=running.engine
+        running.url,
+        versions.models,
+        versions.paths,
+        16,
+        start=0,
+        seeded=vllm,
+        pieces=True,
+        block=32 if vllm else 1,
+        engine=running.engine,
     )
 
 
