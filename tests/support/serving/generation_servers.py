@@ -45,6 +45,7 @@ log = logging.getLogger(__name__)
 PROMPT = [3, 1, 4, 1, 5]
 EOS = VOCAB - 1
 CONTEXT = 512
+VLLM_BLOCK = 32  # tokens of a block of its cache, on a CPU
 LONG = SamplingSpec(max_new_tokens=480)
 HEADS = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}  # of 32: vLLM has no smaller on a CPU
 BUSY = 8  # requests of a crowd: more than an embedded server's rows
@@ -160,7 +161,7 @@ def fresh(running: Running, versions: Versions) -> ServerUnderTest:
         start=0,
         seeded=vllm,
         pieces=True,
-        block=32 if vllm else 1,
+        block=VLLM_BLOCK if vllm else 1,
         engine=running.engine,
     )
 
@@ -273,7 +274,7 @@ class Crowd:
     async def decoding(cls, client: GenerationClient, url: str, busy: int = BUSY) -> Crowd:
         """Start a crowd, and return it when some of its requests decode."""
         crowd = cls(client, url, busy)
-        await until_decoding(client, url)
+        await until_decoding(client, url, busy)
         return crowd
 
     def dismiss(self) -> None:
@@ -293,10 +294,15 @@ class Crowd:
                 return
 
 
-async def until_decoding(client: GenerationClient, url: str) -> None:
-    """Return when more than the prompts of those that run is in the KV cache. Every look is a round trip."""
+async def until_decoding(client: GenerationClient, url: str, busy: int) -> None:
+    """Return when more than the prompts of those that run is in the KV cache. Every look is a round trip.
+
+    A cache of blocks has a whole one for each prompt: then it must have two on average.
+    """
     async with asyncio.timeout(BOUND_S):
-        while (await client.server_info(url)).kv_tokens < 4 * len(PROMPT) + 10:
+        while (info := await client.server_info(url)).kv_tokens < (
+            2 * busy * VLLM_BLOCK if info.backend == "vllm" else 4 * len(PROMPT) + 10
+        ):
             pass
 
 
