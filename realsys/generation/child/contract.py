@@ -25,6 +25,7 @@ from realsys.generation.protocol import PauseMode
 from realsys.types import FinishReason, TopLogprobs
 
 CALL_TIMEOUT_S = 30.0  # bound on calls that do not generate
+PROBE_TIMEOUT_S = 120.0  # of the first token: a first forward pass may compile
 _LOOK_S = 0.01  # between two questions whether a request is at work
 
 

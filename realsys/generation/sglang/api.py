@@ -12,6 +12,7 @@ from realsys.cluster.http_client import CallFailed
 from realsys.errors import GenerationError
 from realsys.generation.child.contract import (
     CALL_TIMEOUT_S,
+    PROBE_TIMEOUT_S,
     EngineApi,
     EngineLoad,
     OnReply,
@@ -23,8 +24,6 @@ from realsys.generation.client import decode_reply
 from realsys.generation.protocol import PauseMode
 
 T = TypeVar("T")
-
-_PROBE_TIMEOUT_S = 120.0  # a first forward pass may compile
 
 
 class _Problem(msgspec.Struct):
@@ -109,7 +108,7 @@ class SglangApi(EngineApi):
     async def prepare(self) -> bool:
         """Generate one token. Returns True if its version is in the reply: SGLang 0.5.18 and newer tell it."""
         piece = Piece("probe", [0], {"max_new_tokens": 1, "temperature": 0.0})
-        [reply] = await self.generate([piece], _PROBE_TIMEOUT_S)
+        [reply] = await self.generate([piece], PROBE_TIMEOUT_S)
         return reply.meta_info.weight_versions is not None
 
     async def generate(self, pieces: Sequence[Piece], timeout_s: float, on_reply: OnReply | None = None) -> list[Reply]:

@@ -14,6 +14,7 @@ import msgspec
 from realsys.errors import GenerationError
 from realsys.generation.child.contract import (
     CALL_TIMEOUT_S,
+    PROBE_TIMEOUT_S,
     EngineApi,
     EngineLoad,
     OnReply,
@@ -32,6 +33,7 @@ MAX_LOGPROBS = MOST_TOP_LOGPROBS + 1
 _GENERATE = "/inference/v1/generate"
 _RID = "generate-tokens-"  # vLLM puts it in front of the ids of that route
 _NO_LOGPROB = -9999.0  # vLLM's word for a log-prob that is not finite
+_PROBE = Piece("probe", [0], {"max_new_tokens": 1, "temperature": 0.0})
 #: SGLang's name of a parameter -> vLLM's, where they differ
 _NAMES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
 
@@ -133,8 +135,12 @@ class VllmApi(EngineApi):
     guard = ("--shared", r"/dev/shm/psm_\S+")  # queues between its processes
 
     async def prepare(self) -> bool:
-        """Set the log-probs of its workers. Pieces are returned for an update, so each has one version."""
+        """Set the log-probs of its workers, and generate a token: a model that its kernels lack ends it here.
+
+        False, because pieces are returned for an update, so each has one version.
+        """
         await self._call_workers("report_trained_logprobs", [], CALL_TIMEOUT_S)
+        await self.generate([_PROBE], PROBE_TIMEOUT_S)
         return False
 
     async def generate(self, pieces: Sequence[Piece], timeout_s: float, on_reply: OnReply | None = None) -> list[Reply]:
@@ -204,11 +210,10 @@ class VllmApi(EngineApi):
 
     async def samples(self, timeout_s: float) -> bool:
         """Request a token. It may wait behind others: then the tokens of those count."""
-        piece = Piece("probe", [0], {"max_new_tokens": 1, "temperature": 0.0})
         try:
             before = await self._sampled_tokens(timeout_s)
             try:
-                await self.generate([piece], timeout_s)
+                await self.generate([_PROBE], timeout_s)
                 return True
             except GenerationError:
                 return await self._sampled_tokens(timeout_s) > before

@@ -136,7 +136,7 @@ class VllmBackend(Backend):
         self._python = os.path.expanduser(python)
         self._args = args or {}
         self._options = named_options(self._args)
-        self._timeouts = start_timeout_s, silence_timeout_s
+        self._timeouts = float(start_timeout_s), float(silence_timeout_s)
 
     def check(self, allocation: Allocation) -> None:
         """Refuse options that realsys sets, penalties, and a head that vLLM would compute in another dtype."""

@@ -1,5 +1,6 @@
 """vLLM's command line, rules and wire form: pure parts. What vLLM does with them is in the contracts of generation."""
 
+import asyncio
 import inspect
 import json
 import math
@@ -8,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from realsys.cluster.http_client import CallFailed
 from realsys.config.allocation import parse_allocation
 from realsys.errors import ConfigError, GenerationError
 from realsys.generation.backend import make_backend
 from realsys.generation.child.contract import Piece
-from realsys.generation.vllm.api import _Sampled, sampling_params
+from realsys.generation.vllm.api import VllmApi, _Sampled, sampling_params
 from realsys.generation.vllm.backend import VLLM, VllmBackend, VllmLaunch
 from tests.support.processes.config_trees import changed
 
@@ -115,3 +117,26 @@ def test_error_in_a_stream_says_whether_another_server_may_help(code, retryable)
     with pytest.raises(GenerationError, match="too long") as failed:
         _Sampled(0).take_line(b"data: " + json.dumps({"error": {"message": "too long", "code": code}}).encode())
     assert failed.value.retryable is retryable
+
+
+class Busy:
+    """In place of the HTTP client: no probe is answered, and each look at the metrics finds ``rise`` more tokens."""
+
+    def __init__(self, rise):
+        self.rise, self.tokens = rise, 0
+
+    async def call(self, url, body, timeout_s, on_line=None):
+        if url.endswith("/metrics"):
+            self.tokens += self.rise
+            metrics = [
+                "# HELP x",
+                f'vllm:generation_tokens_total{{engine="0",model_name="m"}} {float(self.tokens)}',
+                "",
+            ]
+            return "\n".join(metrics).encode()
+        raise CallFailed("no answer within 1 s", timed_out=True)
+
+
+@pytest.mark.parametrize(("rise", "samples"), [(3, True), (0, False)])
+def test_probe_behind_others_counts_their_tokens(rise, samples):
+    assert asyncio.run(VllmApi(Busy(rise), "http://vllm").samples(1.0)) is samples
