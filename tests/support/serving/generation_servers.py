@@ -38,7 +38,7 @@ from realsys.weights.disk.stage import DiskReader
 from realsys.weights.disk.writer import ShardWriter
 from tests.support.processes.config_trees import changed
 from tests.support.serving.generation_models import VOCAB, chosen, make_model, reference_logprobs
-from tests.support.serving.sglang_server import sglang_engine, vllm_engine
+from tests.support.serving.sglang_server import VLLM_ROWS, sglang_engine, vllm_engine
 
 log = logging.getLogger(__name__)
 
@@ -297,11 +297,11 @@ class Crowd:
 async def until_decoding(client: GenerationClient, url: str, busy: int) -> None:
     """Return when more than the prompts of those that run is in the KV cache. Every look is a round trip.
 
-    A cache of blocks has a whole one for each prompt: then it must have two on average.
+    A cache of blocks has a whole one for each prompt that runs: then it must have one more.
     """
     async with asyncio.timeout(BOUND_S):
         while (info := await client.server_info(url)).kv_tokens < (
-            2 * busy * VLLM_BLOCK if info.backend == "vllm" else 4 * len(PROMPT) + 10
+            (min(busy, VLLM_ROWS) + 1) * VLLM_BLOCK if info.backend == "vllm" else 4 * len(PROMPT) + 10
         ):
             pass
 

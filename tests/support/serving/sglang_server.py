@@ -15,6 +15,8 @@ from realsys.weights.disk.stage import DiskReader
 from tests.support.needs import lacks
 from tests.support.processes.config_trees import changed
 
+VLLM_ROWS = 2
+
 
 def needs_sglang() -> None:
     """Skip the test outside of `make sglang-test`; fail it there without SGLang."""
@@ -40,8 +42,12 @@ def sglang_engine(model: Path, *overrides: str, on_change: Callable = print) -> 
 
 
 def vllm_engine(model: Path, *overrides: str, on_change: Callable = print) -> ChildEngine:
-    """As ``sglang_engine``."""
-    config = changed("generation.backend=vllm", "generation.backend_args={args: {max-model-len: 512}}", *overrides)
+    """As ``sglang_engine``. It samples two completions at a time: the others of a crowd wait inside vLLM.
+
+    With all of them in one batch it would be done with a crowd before a client on a busy machine hears of its start.
+    """
+    options = f"{{max-model-len: 512, max-num-seqs: {VLLM_ROWS}}}"
+    config = changed("generation.backend=vllm", f"generation.backend_args={{args: {options}}}", *overrides)
     return make_backend(config).build_engine(model, writer(model), on_change)
 
 
