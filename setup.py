@@ -35,8 +35,9 @@ setup(
         "realsys.lab.planner": ["tables/*.json"],
         "realsys.slurm": ["*.sh", "cluster/*.yaml", "*.md"],
         "realsys.observe.page": ["static/*"],
-        # a separate package for the interpreter that runs SGLang
+        # for the interpreters that run SGLang and vLLM
         "realsys.generation.sglang": ["cpu_support/*", "cpu_support/realsys_sglang_cpu/*.py"],
+        "realsys.generation.vllm": ["cpu_support/*"],
     },
     install_requires=[
         "aiohttp>=3.10",  # HTTP client of masters, managers and rollout workers

@@ -78,7 +78,7 @@ SHARED_JOBS = {
     "test_commands_job.py": "interrupted",
     "test_critic_job.py": "critic",
     "test_examples_job.py": "installed",
-    "test_sglang_job.py": "sglang",
+    "test_engine_job.py": "engine",
     "test_eval_job.py": "eval",
 }
 

@@ -116,16 +116,97 @@ def sizes_of(config: Config, allocation: Allocation) -> ServerSizes:
         return backend.sizes(allocation)
 
 
-# ---- SGLang: its interpreter, its options, and what its log-probs would include
+# ---- engines in a child process: their interpreter and options
 
 
 _ROOT = Path(__file__).resolve().parents[2]
-#: `make sglang-cpu` makes it in the root of a checkout
-SGLANG_VENV = _ROOT / ".venv-sglang"
-#: version of SGLang that `make sglang-cpu` installs and the tests use
-SGLANG_VERSION = "0.5.21"
+
+
+@dataclass(frozen=True, slots=True)
+class EnginePackage:
+    """A package that an interpreter of its own may have. ``name`` is that of its module.
+
+    version  that ``make <target>`` installs and the tests use
+    field    setting of its interpreter
+    venv     what the target makes in the root of a checkout, with a torch for CPUs
+    """
+
+    name: str
+    version: str
+    field: str
+    target: str
+    venv: Path
+
+    def interpreter(self, python: str, *, gpus: bool) -> str:
+        """Return ``python``; if it is empty that of the venv, for servers without ``gpus``, else this one."""
+        if python:
+            return python
+        own = self.venv / "bin" / "python"
+        return str(own) if own.exists() and not gpus else sys.executable
+
+    def check(self, python: str, *, gpus: bool) -> None:
+        """Raise ConfigError for an interpreter that cannot be run or lacks the package."""
+        chosen = self.interpreter(python, gpus=gpus)
+        if python and not os.access(chosen, os.X_OK):
+            raise ConfigError(self.field, chosen, "is not an executable file")
+        if chosen == sys.executable and importlib.util.find_spec(self.name) is None:
+            problem = f"this interpreter has no {self.name}: set one that has it"
+            if gpus:
+                problem += f", of a virtual environment of its own with `pip install {self.name}=={self.version}`"
+            elif (_ROOT / "Makefile").exists():  # not in an installation
+                problem += f", or make one for CPU with `make {self.target}`"
+            raise ConfigError(self.field, python, problem)
+
+
+def named_options(args: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options with the names of the command line, without the leading dashes."""
+    return {_normal(name): value for name, value in args.items()}
+
+
+def check_options(field: str, args: Mapping[str, Any], ours: frozenset[str]) -> None:
+    """Raise ConfigError for options that the user must not set: ``ours``, and doubles."""
+    seen: dict[str, str] = {}
+    for name, value in args.items():
+        option, normal = f"{field}.{name}", _normal(name)
+        if normal in ours:
+            raise ConfigError(option, value, "is set by realsys: remove it")
+        if normal in seen:
+            raise ConfigError(option, value, f"is the same option as {seen[normal]}: remove one of them")
+        if not isinstance(value, _SCALARS) and not (
+            isinstance(value, list) and all(isinstance(item, _SCALARS) for item in value)
+        ):
+            raise ConfigError(option, value, "must be a number, text, true, false, or a list of numbers and texts")
+        seen[normal] = name
+
+
+def _normal(name: str) -> str:
+    return name.lstrip("-").replace("_", "-")
+
+
+def command_line_flags(options: Mapping[str, Any]) -> list[str]:
+    """Return ``options`` as command-line arguments.
+
+    True gives the flag without a value, False and None give nothing, a list gives the flag and its items.
+    """
+    arguments: list[str] = []
+    for name, value in options.items():
+        if value is None or value is False:
+            continue
+        arguments.append(f"--{name}")
+        if value is not True:
+            arguments += [str(item) for item in (value if isinstance(value, list) else [value])]
+    return arguments
+
+
+_SCALARS = (str, int, float, bool, type(None))
+
+
+# ---- SGLang: its options, and what its log-probs would include
+
+
+SGLANG = EnginePackage("sglang", "0.5.21", "generation.sglang.python", "sglang-cpu", _ROOT / ".venv-sglang")
 #: options of address, model and device, which realsys sets; logits are in the trainer's dtype (``model.head_dtype``)
-_OURS = frozenset(
+SGLANG_OURS = frozenset(
     {
         *("host", "port", "model-path", "model", "nnodes", "node-rank", "dist-init-addr"),
         *("base-gpu-id", "gpu-id-step", "enable-fp32-lm-head"),
@@ -140,48 +221,6 @@ _SIZES = {
 }
 #: settings that SGLang applies to the logits before it computes the log-probs that it returns
 _IN_LOGPROBS = ("penalties.repetition", "penalties.presence", "penalties.frequency", "min_new_tokens")
-_SCALARS = (str, int, float, bool, type(None))
-
-
-def sglang_interpreter(settings: SglangConfig, *, gpus: bool, default_venv: Path = SGLANG_VENV) -> str:
-    """Return the interpreter that runs SGLang: the configured one, else that of ``default_venv``, else this one.
-
-    ``default_venv`` has a torch for CPUs, so servers with ``gpus`` do not use it.
-    """
-    if settings.python:
-        return settings.python
-    python = default_venv / "bin" / "python"
-    return str(python) if python.exists() and not gpus else sys.executable
-
-
-def check_sglang_interpreter(settings: SglangConfig, *, gpus: bool, default_venv: Path = SGLANG_VENV) -> None:
-    """Raise ConfigError for an interpreter that cannot be run or has no SGLang. ``gpus``: True if servers have GPUs."""
-    python = sglang_interpreter(settings, gpus=gpus, default_venv=default_venv)
-    if settings.python and not os.access(python, os.X_OK):
-        raise ConfigError("generation.sglang.python", python, "is not an executable file")
-    if python == sys.executable and importlib.util.find_spec("sglang") is None:
-        problem = "this interpreter has no sglang: set one that has it"
-        if gpus:
-            problem += f", of a virtual environment of its own with `pip install sglang=={SGLANG_VERSION}`"
-        elif (_ROOT / "Makefile").exists():  # not in an installation
-            problem += ", or make one for CPU with `make sglang-cpu`"
-        raise ConfigError("generation.sglang.python", settings.python, problem)
-
-
-def check_sglang(settings: SglangConfig) -> None:
-    """Raise ConfigError for options that the user must not set."""
-    seen: dict[str, str] = {}
-    for name, value in settings.args.items():
-        field, normal = f"generation.sglang.args.{name}", _normal(name)
-        if normal in _OURS:
-            raise ConfigError(field, value, "is set by realsys: remove it")
-        if normal in seen:
-            raise ConfigError(field, value, f"is the same option as {seen[normal]}: remove one of them")
-        if not isinstance(value, _SCALARS) and not (
-            isinstance(value, list) and all(isinstance(item, _SCALARS) for item in value)
-        ):
-            raise ConfigError(field, value, "must be a number, text, true, false, or a list of numbers and texts")
-        seen[normal] = name
 
 
 def check_sglang_sampling(sampling: SamplingConfig) -> None:
@@ -212,23 +251,4 @@ def sglang_server_sizes(settings: SglangConfig, tensor: int) -> ServerSizes:
 
 def sglang_options(settings: SglangConfig) -> dict[str, Any]:
     """Return SGLang's options with the names of its command line, without the leading dashes."""
-    return {_normal(name): value for name, value in settings.args.items()}
-
-
-def _normal(name: str) -> str:
-    return name.lstrip("-").replace("_", "-")
-
-
-def command_line_flags(options: Mapping[str, Any]) -> list[str]:
-    """Return ``options`` as command-line arguments.
-
-    True gives the flag without a value, False and None give nothing, a list gives the flag and its items.
-    """
-    arguments: list[str] = []
-    for name, value in options.items():
-        if value is None or value is False:
-            continue
-        arguments.append(f"--{name}")
-        if value is not True:
-            arguments += [str(item) for item in (value if isinstance(value, list) else [value])]
-    return arguments
+    return named_options(settings.args)

@@ -355,6 +355,7 @@ BACKEND = Door(
     {
         "embedded": "realsys.generation.embedded.backend:EmbeddedBackend",
         "sglang": "realsys.generation.sglang.backend:SglangBackend",
+        "vllm": "realsys.generation.vllm.backend:VllmBackend",
     },
     derives("realsys.generation.backend:Backend"),
 )

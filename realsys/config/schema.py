@@ -144,7 +144,9 @@ class SglangConfig(Section):
 class GenerationConfig(Section):
     """The engine that samples completions."""
 
-    backend: str = Field("embedded", description="`embedded`, `sglang`, or package.module:Class (docs/extending.md)")
+    backend: str = Field(
+        "embedded", description="`embedded`, `sglang`, `vllm`, or package.module:Class (docs/extending.md)"
+    )
     backend_args: dict[str, Any] = Field({}, description="keyword arguments of the backend class")
     sampling: SamplingConfig = SamplingConfig()
     embedded: EmbeddedConfig = EmbeddedConfig()

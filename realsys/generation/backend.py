@@ -3,7 +3,7 @@
     launcher, RolloutWorker ──> Backend: check, capacity, start_timeout_s, sizes, memory_bytes, holding, sharing
     GenerationServer ──parts──> Backend.build ──> GenerationEngine <── server.py, the HTTP surface
                                                    ├── embedded.engine.EmbeddedEngine  torch, in this process
-                                                   ├── sglang.engine.SglangEngine      SGLang in a child process
+                                                   ├── child.engine.ChildEngine        SGLang or vLLM in a child process
                                                    └── threaded.SimpleEngine           base of engines with one function
 
 The class is called as ``Class(config, **generation.backend_args)``, by launcher, RolloutWorkers and GenerationServers.

@@ -77,7 +77,7 @@ class Limits:
         if params.stop and not self.tokenizer:
             return (
                 f"sampling_params.stop={list(params.stop)} needs a tokenizer.json in {self.model_path}, "
-                "and in a run with SGLang generation.sampling.stop in the configuration"
+                "and in a run with SGLang or vLLM generation.sampling.stop in the configuration"
             )
         if params.top_logprobs_num and not self.top:
             return (

@@ -8,9 +8,9 @@
 Status 400 for a bad request, 401 without the token, 413 for a body that is too large, 429 for a full queue, 503 for a
 server that does not serve. The body is then {"error": {"message": one line}}.
 
-A server is registered while its engine serves, and only then. A SGLang that was restarted has lost its weights. Its
-server then registers as a new incarnation, which the manager treats as a new server: it loads and verifies the newest
-version before it routes to it.
+A server is registered while its engine serves, and only then. An engine in a child process that was restarted has lost
+its weights. Its server then registers as a new incarnation, which the manager treats as a new server: it loads and
+verifies the newest version before it routes to it.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from realsys.config.backend_rules import SGLANG_VENV
+from realsys.config.backend_rules import SGLANG
 from tests.chaos import checks, outside
 from tests.chaos.kept_agents import Agents
 from tests.chaos.live import ChaosRun, Ended, Interrupted
@@ -99,7 +99,7 @@ def _missing(needs: Needs) -> str:
         "": True,
         "root": os.geteuid() == 0,
         "etcd": shutil.which("etcd") is not None,
-        "sglang": (SGLANG_VENV / "bin" / "python").exists(),
+        "sglang": (SGLANG.venv / "bin" / "python").exists(),
     }
     return "" if here[needs] else needs
 
@@ -164,8 +164,8 @@ class _Drive:
         """The hold before the row's first step, its faults, and a hold that keeps steps for the proof.
 
         A fault of an agent or launcher fires by the clock: without the second hold a fast run has used up the row's
-        steps by then, and stands before the next row's hold. Any other fault fires by the steps, and the hold could keep
-        it from that: what a step publishes may become complete during the next ones.
+        steps by then, and stands before the next row's hold. Any other fault fires by the steps, and the hold could
+        keep it from that: what a step publishes may become complete during the next ones.
         """
         gate = f"go-{number}"
         at = 2 + STEPS * number

@@ -1,82 +1,29 @@
-"""Client for the part of SGLang's HTTP API that realsys uses. One client per run of the server.
-
-Replies are decoded tolerantly, because SGLang adds fields with every version. A missing field that realsys needs is an
-error.
-"""
+"""Client for the part of SGLang's HTTP API that realsys uses."""
 
 from __future__ import annotations
 
-import asyncio
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 
-from realsys.cluster.http_client import CallFailed, HttpClient, OnLine
+from realsys.cluster.http_client import CallFailed
 from realsys.errors import GenerationError
+from realsys.generation.child.contract import (
+    CALL_TIMEOUT_S,
+    PROBE_TIMEOUT_S,
+    EngineApi,
+    EngineLoad,
+    OnReply,
+    Piece,
+    PieceMeta,
+    Reply,
+)
 from realsys.generation.client import decode_reply
 from realsys.generation.protocol import PauseMode
-from realsys.types import FinishReason, TopLogprobs
 
-CALL_TIMEOUT_S = 30.0  # bound on calls that do not generate
 T = TypeVar("T")
-
-_LOOK_S = 0.01  # between two questions whether a request is at work
-
-
-class SampledSpan(msgspec.Struct):
-    """Output tokens start..end-1 were sampled by weights ``version``."""
-
-    version: str
-    start: int
-    end: int
-
-
-class _Finish(msgspec.Struct):
-    type: FinishReason
-    matched: int | str | list[int] | None = None
-    message: str | None = None
-    status_code: int | None = None  # HTTP status of an error, which a stream has in place of an end
-
-
-class _Meta(msgspec.Struct):
-    finish_reason: _Finish | None
-    completion_tokens: int = 0
-    output_token_logprobs: list[tuple[float, int, str | None]] = []
-    output_top_logprobs: list[list[tuple[float, int, str | None]]] | None = None
-    cached_tokens: int = 0
-    weight_versions: list[SampledSpan] | None = None
-    # Seconds, and unix seconds; 0 where SGLang does not tell. All but the first need its --enable-metrics.
-    e2e_latency: float = 0.0
-    queue_time: float = 0.0
-    forward_entry_time: float = 0.0
-    prefill_finished_time: float = 0.0
-
-
-class Reply(msgspec.Struct):
-    """One completion, or one piece of it. A stop token is part of ``output_ids``."""
-
-    output_ids: list[int]
-    meta_info: _Meta
-
-    @property
-    def logprobs(self) -> list[float]:
-        return [entry[0] for entry in self.meta_info.output_token_logprobs]
-
-    @property
-    def top(self) -> TopLogprobs:
-        """The most probable tokens at each token; empty if not requested."""
-        return [[(token, value) for value, token, _ in best] for best in self.meta_info.output_top_logprobs or []]
-
-    @property
-    def finish(self) -> _Finish:
-        """The end. Raises GenerationError if it has none."""
-        if self.meta_info.finish_reason is None:
-            raise GenerationError("SGLang gave a completion without an end", retryable=True)
-        return self.meta_info.finish_reason
 
 
 class _Problem(msgspec.Struct):
@@ -88,13 +35,9 @@ class _Event(msgspec.Struct):
     """One event of a stream: new tokens of piece ``index``, or an error of all pieces."""
 
     output_ids: list[int] = []
-    meta_info: _Meta | None = None
+    meta_info: PieceMeta | None = None
     index: int = 0
     error: _Problem | None = None
-
-
-#: Receives the number of a piece, and its tokens so far.
-OnReply = Callable[[int, Reply], None]
 
 
 class _Stream:
@@ -119,7 +62,7 @@ class _Stream:
             raise GenerationError(f"SGLang/generate: {finish.message}", retryable=finish.status_code != 400)
         if not 0 <= event.index < len(self.replies):
             raise GenerationError(f"SGLang gave tokens of piece {event.index}, which was not sent", retryable=True)
-        before = self.replies[event.index] or Reply([], _Meta(None))
+        before = self.replies[event.index] or Reply([], PieceMeta(None))
         was, end = before.meta_info, meta.completion_tokens
         ids = _followed(before.output_ids, event.output_ids, end)
         meta.output_token_logprobs = _followed(was.output_token_logprobs, meta.output_token_logprobs, end)
@@ -138,7 +81,7 @@ def _followed(before: list[T], new: list[T], end: int) -> list[T]:
     return before
 
 
-class RankLoad(msgspec.Struct):
+class _RankLoad(msgspec.Struct):
     """Load of one data-parallel rank. SGLang publishes it from time to time, not with every step."""
 
     num_used_tokens: int = 0
@@ -147,7 +90,7 @@ class RankLoad(msgspec.Struct):
 
 
 class _Loads(msgspec.Struct):
-    loads: list[RankLoad]
+    loads: list[_RankLoad]
 
 
 class _Updated(msgspec.Struct):
@@ -155,40 +98,20 @@ class _Updated(msgspec.Struct):
     message: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class SglangPiece:
-    """One prompt to complete. ``rid`` must not be a prefix of another one: SGLang aborts by prefix.
+class SglangApi(EngineApi):
+    """Calls SGLang. One request of it has all pieces of a trip."""
 
-    ``namespace``: part of SGLang's cache whose keys it may use; None: the part without a name.
-    """
+    name = "SGLang"
+    field = "generation.sglang"
+    guard = ("--shared", r"/dev/shm/sglang_loads_\S+")  # its processes publish their load there, and never remove it
 
-    rid: str
-    input_ids: list[int]
-    sampling_params: dict[str, Any]
-    top_logprobs_num: int = 0
-    namespace: str | None = None
+    async def prepare(self) -> bool:
+        """Generate one token. Returns True if its version is in the reply: SGLang 0.5.18 and newer tell it."""
+        piece = Piece("probe", [0], {"max_new_tokens": 1, "temperature": 0.0})
+        [reply] = await self.generate([piece], PROBE_TIMEOUT_S)
+        return reply.meta_info.weight_versions is not None
 
-
-def is_lost(error: GenerationError) -> bool:
-    """Return True if the connection of the call broke before a reply."""
-    cause = error.__cause__
-    return isinstance(cause, CallFailed) and not cause.status and not cause.timed_out
-
-
-class SglangApi:
-    """Calls one server. Every failure is a retryable GenerationError, except status 400: the request is wrong."""
-
-    def __init__(self, http: HttpClient, url: str) -> None:
-        self._http = http
-        self._url = url
-
-    async def generate(
-        self, pieces: Sequence[SglangPiece], timeout_s: float, on_reply: OnReply | None = None
-    ) -> list[Reply]:
-        """Complete all pieces in one request. Returns when the last one is complete.
-
-        ``on_reply`` receives the pieces as they are sampled; ``timeout_s`` then bounds the time without a token.
-        """
+    async def generate(self, pieces: Sequence[Piece], timeout_s: float, on_reply: OnReply | None = None) -> list[Reply]:
         body = {
             "rid": [piece.rid for piece in pieces],
             "input_ids": [piece.input_ids for piece in pieces],
@@ -200,10 +123,10 @@ class SglangApi:
         if pieces[0].namespace is not None:
             body["extra_key"] = pieces[0].namespace  # they have the same, too
         if on_reply is None:
-            replies = decode_reply("SGLang/generate", await self._send("/generate", body, timeout_s), list[Reply])
+            replies = decode_reply("SGLang/generate", await self.send("/generate", body, timeout_s), list[Reply])
         else:
             stream = _Stream(len(pieces), on_reply)
-            await self._send("/generate", {**body, "stream": True}, timeout_s, stream.take)
+            await self.send("/generate", {**body, "stream": True}, timeout_s, stream.take)
             replies = [reply for reply in stream.replies if reply is not None]
         if len(replies) != len(pieces):
             raise GenerationError(f"SGLang gave {len(replies)} completions for {len(pieces)} prompts", retryable=True)
@@ -212,56 +135,47 @@ class SglangApi:
     async def abort(self, rids: Sequence[str]) -> None:
         """End requests. SGLang silently ignores the abort of a request that it has not read yet."""
         for rid in rids:
-            await self._send("/abort_request", {"rid": rid})
+            await self.send("/abort_request", {"rid": rid})
 
     async def abort_all(self) -> None:
-        await self._send("/abort_request", {"rid": "", "abort_all": True})
+        await self.send("/abort_request", {"rid": "", "abort_all": True})
 
     async def pause(self, mode: PauseMode) -> None:
-        await self._send("/pause_generation", {"mode": mode})
+        await self.send("/pause_generation", {"mode": mode})
 
     async def resume(self) -> None:
-        await self._send("/continue_generation", {})
+        await self.send("/continue_generation", {})
 
-    async def idle(self) -> None:
-        """Return when no request is at work: SGLang sends the last answer a moment before that.
-
-        A load that meets a request ends SGLang, because it cannot drop the cache. Raises GenerationError after
-        ``CALL_TIMEOUT_S``.
-        """
-        end = time.monotonic() + CALL_TIMEOUT_S
-        while True:
-            try:
-                await self._http.call(self._url + "/flush_cache", {}, CALL_TIMEOUT_S)
-                return
-            except CallFailed as error:
-                if error.status != 400 or time.monotonic() > end:
-                    raise GenerationError(f"SGLang/flush_cache: {error}", retryable=True) from error
-            await asyncio.sleep(_LOOK_S)
+    async def drop_cache(self) -> str:
+        """Drop the cache. A load that meets a request would end SGLang, because it cannot drop the cache."""
+        try:
+            await self._http.call(self._url + "/flush_cache", {}, CALL_TIMEOUT_S)
+            return ""
+        except CallFailed as error:
+            if error.status == 400:
+                return f"SGLang/flush_cache: {error}"
+            raise GenerationError(f"SGLang/flush_cache: {error}", retryable=True) from error
 
     async def load(self, directory: Path, version: int, timeout_s: float, *, flush: bool) -> None:
-        """Load weights; ``flush`` drops the cache. After a GenerationError SGLang's weights are unknown."""
         body = {"model_path": str(directory), "weight_version": str(version), "flush_cache": flush}
         path = "/update_weights_from_disk"
-        reply = decode_reply(f"SGLang{path}", await self._send(path, body, timeout_s), _Updated)
+        reply = decode_reply(f"SGLang{path}", await self.send(path, body, timeout_s), _Updated)
         if not reply.success:
             raise GenerationError(f"SGLang did not load version {version}: {reply.message}", retryable=True)
 
     async def renumber(self, version: int) -> None:
-        """Call the weights that SGLang has ``version``. Running requests continue, with their earlier versions."""
         body = {"new_version": str(version), "abort_all_requests": False}
-        await self._send("/update_weight_version", body)
+        await self.send("/update_weight_version", body)
 
-    async def loads(self, timeout_s: float) -> list[RankLoad]:
-        """Return the load of every data-parallel rank. Raises GenerationError if this SGLang does not report it."""
+    async def read_load(self, timeout_s: float) -> EngineLoad:
         path = "/v1/loads?include=core"
-        return decode_reply(f"SGLang{path}", await self._send(path, None, timeout_s), _Loads).loads
+        ranks = decode_reply(f"SGLang{path}", await self.send(path, None, timeout_s), _Loads).loads
+        return EngineLoad(
+            sum(rank.num_used_tokens for rank in ranks),
+            sum(rank.max_total_num_tokens for rank in ranks),
+            sum(rank.max_running_requests for rank in ranks),
+        )
 
-    async def _send(
-        self, path: str, body: Any, timeout_s: float = CALL_TIMEOUT_S, on_line: OnLine | None = None
-    ) -> bytes:
-        """POST ``body`` as JSON, or GET if it is None. Returns the body of the reply, without lines for ``on_line``."""
-        try:
-            return await self._http.call(self._url + path, body, timeout_s, on_line=on_line)
-        except CallFailed as error:
-            raise GenerationError(f"SGLang{path}: {error}", retryable=error.status != 400) from error
+    async def samples(self, timeout_s: float) -> bool:
+        """Return True if SGLang samples. Its own limit on the call is 20 s."""
+        return await self._http.answers(f"{self._url}/health_generate", timeout_s)

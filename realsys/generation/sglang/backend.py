@@ -11,12 +11,12 @@ from tokenizers import Tokenizer
 
 from realsys.config.allocation import Allocation, parse_allocation
 from realsys.config.backend_rules import (
+    SGLANG,
+    SGLANG_OURS,
     STATIC_SHARE,
     ServerSizes,
-    check_sglang,
-    check_sglang_interpreter,
+    check_options,
     check_sglang_sampling,
-    sglang_interpreter,
     sglang_options,
     sglang_server_sizes,
 )
@@ -24,14 +24,16 @@ from realsys.config.machine import Machine, NodeDevices
 from realsys.config.schema import Config
 from realsys.config.trial_sizes import longest_sequence
 from realsys.generation.backend import ONE_NODE, Backend, Change, EngineParts, Materialise, NodeSpan, PartParts
-from realsys.generation.sampling_rules import Limits, read_tokenizer
-from realsys.generation.sglang.engine import Model, SglangEngine
-from realsys.generation.sglang.process import Launch, needs_tokenizer, run_part
-from realsys.generation.sglang.supervisor import Settings
-from realsys.model_files.config_json import read_model
+from realsys.generation.child.engine import (
+    MAX_ANSWERS,
+    MAX_RESTARTS,
+    ChildEngine,
+    build_child_engine,
+    needs_tokenizer,
+    tokenizer_of,
+)
+from realsys.generation.sglang.process import Launch, run_part
 
-MAX_ANSWERS = 8192  # completions that run and wait in one server: more are refused, and another server takes them
-MAX_RESTARTS = 5  # in a row, of an SGLang that died or hung, within half a minute; then the launcher's restarts begin
 _CPU_BYTES = 2560 << 20  # SGLang's processes, of one server on a CPU with a small model
 
 
@@ -43,12 +45,12 @@ class SglangBackend(Backend):
 
     def check(self, allocation: Allocation) -> None:
         """Refuse options that realsys sets, and sampling that changes the log-probs."""
-        check_sglang(self.config.generation.sglang)
+        check_options("generation.sglang.args", self.config.generation.sglang.args, SGLANG_OURS)
         check_sglang_sampling(self.config.generation.sampling)
 
     def check_machine(self, machine: Machine) -> None:
         """Refuse an interpreter that cannot run."""
-        check_sglang_interpreter(self.config.generation.sglang, gpus=bool(machine.gpus))
+        SGLANG.check(self.config.generation.sglang.python, gpus=bool(machine.gpus))
 
     def capacity(self) -> int:
         return MAX_ANSWERS
@@ -82,7 +84,7 @@ class SglangBackend(Backend):
             and self.config.asynchronous.kv_on_update == "recompute"
         )
 
-    def build(self, parts: EngineParts) -> SglangEngine:
+    def build(self, parts: EngineParts) -> ChildEngine:
         engine = build_sglang_engine(
             parts.model_path, self.config, parts.materialise, parts.on_change, index=parts.index, span=parts.span
         )
@@ -103,42 +105,29 @@ def build_sglang_engine(
     *,
     index: int = 0,
     span: NodeSpan = ONE_NODE,
-) -> SglangEngine:
+) -> ChildEngine:
     """Make an engine that is not started yet. ``index`` is the server's: each draws other random numbers.
 
     Raises ModelError for a model that realsys cannot train.
     """
-    generation, arch = config.generation, read_model(model_path)
-    tokenizer = _tokenizer(model_path, config)
+    tokenizer, settings = _tokenizer(model_path, config), config.generation.sglang
     launch = _launch(model_path, config, index, span, tokenizer)
-    limits = Limits(
-        vocabulary=arch.vocab,
-        eos=arch.eos,
+    return build_child_engine(
+        launch,
+        config,
+        materialise,
+        on_change,
         context=launch.context,
-        capacity=MAX_ANSWERS,
-        tokenizer=tokenizer is not None,
-        model_path=str(model_path),
+        tokenizer=tokenizer,
+        timeouts=(settings.start_timeout_s, settings.silence_timeout_s),
         grammars=SglangBackend(config).grammars(),
-    )
-    settings = Settings(
-        start_timeout_s=generation.sglang.start_timeout_s,
         # A server that spans nodes starts again on all of them, which only the launcher can do.
         max_restarts=MAX_RESTARTS if span.nodes == 1 else 0,
-        load_timeout_s=config.manager.update_timeout_s,
-        silence_timeout_s=generation.sglang.silence_timeout_s,
-        drain=not config.asynchronous.interruptible,
-        keep_keys=config.asynchronous.kv_on_update == "keep",
-        reuse_versions=config.asynchronous.kv_reuse_versions,
     )
-    model = Model(limits, arch.tensor_shapes(), tokenizer)
-    return SglangEngine(launch, model, materialise, settings, on_change)
 
 
 def _tokenizer(model_path: Path, config: Config) -> Tokenizer | None:
-    """Return the model's tokenizer if SGLang must load it."""
-    generation = config.generation
-    needed = needs_tokenizer(generation.sampling, sglang_options(generation.sglang))
-    return read_tokenizer(model_path) if needed else None
+    return tokenizer_of(model_path, config.generation.sampling, sglang_options(config.generation.sglang))
 
 
 def _launch(model_path: Path, config: Config, index: int, span: NodeSpan, tokenizer: Tokenizer | None) -> Launch:
@@ -146,7 +135,7 @@ def _launch(model_path: Path, config: Config, index: int, span: NodeSpan, tokeni
     gpus = bool(Machine.here().gpus)
     context = int(given.pop("context-length", 0)) or longest_sequence(config)
     return Launch(
-        python=sglang_interpreter(generation.sglang, gpus=gpus),
+        python=SGLANG.interpreter(generation.sglang.python, gpus=gpus),
         model_path=model_path,
         dtype=config.model.dtype,
         fp32_head=config.model.head_dtype == "float32",

@@ -1,7 +1,4 @@
-"""One run of SGLang: its command line and environment, start, health and end.
-
-start ──> [GET /health until 200] ──> serving, probed for samples ──> ended
-             │ exits, or not in time: GenerationError with the last lines of its log
+"""One run of SGLang: its command line and environment.
 
 A GPU may be shared with training ranks. They and SGLang start at the same time, and either may be first: SGLang gets
 its planned share of the whole GPU, whatever is free when it starts.
@@ -13,49 +10,29 @@ A server that spans nodes has such a process on each of them. On the first node 
 from __future__ import annotations
 
 import asyncio
-import getpass
 import os
 import re
-import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from realsys.cluster.children.child_process import GuardedProcess
-from realsys.cluster.http_client import HttpClient
-from realsys.cluster.network import free_ports, join_host_port
 from realsys.config.backend_rules import STATIC_SHARE, command_line_flags
 from realsys.config.machine import free_gpu_share, own_gpus
-from realsys.config.schema import SamplingConfig
 from realsys.errors import GenerationError
 from realsys.generation.backend import ONE_NODE, NodeSpan
+from realsys.generation.child.process import LOOPBACK, EngineProcess, engine_environment
+from realsys.generation.sglang.api import SglangApi
 
 CPU_SUPPORT = Path(__file__).with_name("cpu_support")
-LOOPBACK = "127.0.0.1"
 #: SGLang counts the positions of a request in another way; with these it accepts every request that we accept
 _CONTEXT_SLACK = 16
-#: variables of our interpreter that are wrong in another one
-_NOT_INHERITED = ("PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP", "VIRTUAL_ENV", "__PYVENV_LAUNCHER__")
 _CPU_TOKENS = 65536  # KV cache of a server on CPU, unless the context is longer
-_PUBLISHED_LOADS = r"/dev/shm/sglang_loads_\S+"  # SGLang's processes publish their load there, and never remove it
-_HEALTH_INTERVAL_S = 0.2  # the only way to learn that SGLang is ready
-_HEALTH_TIMEOUT_S = 5.0
-_SHARED_MEMORY = Path("/dev/shm")
 #: torch's and SGLang's words for a GPU with too little memory
 _FULL, _TOO_LITTLE = (re.compile(words, re.IGNORECASE) for words in ("out of memory", "not enough memory"))
 _SMALLER = 0.8  # part of the share with which SGLang starts again after it found the GPU full
 _LEAST_FREE = 0.01  # smallest free share of a GPU; with less, SGLang's own error names the memory
 _MOST_SHARE = 0.9  # largest share of free memory: CUDA graphs and activations need the rest
-
-
-def needs_tokenizer(sampling: SamplingConfig, options: Mapping[str, Any]) -> bool:
-    """Return True if SGLang needs a tokenizer: for stop strings and min_new_tokens, or because the user wants it.
-
-    Otherwise one process of SGLang would turn every sampled token into text that no caller reads.
-    """
-    skips = options.get("skip-tokenizer-init")
-    return bool(sampling.stop or sampling.min_new_tokens) if skips is None else not skips
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +56,10 @@ class Launch:
     tokenizer: bool = False
     span: NodeSpan = ONE_NODE
     shared: bool = False
+
+    @property
+    def api(self) -> type[SglangApi]:
+        return SglangApi
 
     def sized(self) -> Launch:
         """Return the launch with its planned share of a shared GPU as a share of what is free on it now.
@@ -114,15 +95,7 @@ class Launch:
         return [self.python, "-m", module, *command_line_flags({**options, **fixed})]
 
     def environment(self, inherited: Mapping[str, str] = os.environ) -> dict[str, str]:
-        env = {name: value for name, value in inherited.items() if name not in _NOT_INHERITED}
-        # torch's default is a folder in TMPDIR, which is removed with each run.
-        env.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}")
-        env |= {
-            "OMP_NUM_THREADS": str(self.threads),
-            "PYTHONUNBUFFERED": "1",
-            # Everything is on disk: a lookup on the network could only hang.
-            "HF_HUB_OFFLINE": "1",
-            "TRANSFORMERS_OFFLINE": "1",
+        env = engine_environment(self.threads, inherited) | {
             # /health answers without generating: a paused server is healthy.
             "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
             # Log-probs of softmax(logits / temperature), the distribution that is trained on, not of temperature 1.
@@ -162,51 +135,6 @@ class Launch:
         return options
 
 
-# ---- the process and its health
-
-
-class SglangProcess(GuardedProcess):
-    """One run of SGLang. Its guard removes what SGLang leaves: shared memory, and the sockets of its processes."""
-
-    def __init__(self, command: Sequence[str], env: Mapping[str, str], url: str, remove: Path) -> None:
-        """Start ``command``, which serves at ``url`` and has its sockets in ``remove``. Raises OSError."""
-        self.url = url
-        super().__init__("SGLang", command, env, remove, ["--shared", _PUBLISHED_LOADS])
-
-    async def wait_healthy(self, http: HttpClient, timeout_s: float) -> None:
-        """Return when the server answers. Raises GenerationError if it exits, or does not answer in time."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                if await self._healthy(http):
-                    return
-        except TimeoutError:
-            raise GenerationError(
-                f"SGLang did not answer /health within {timeout_s:g} s (generation.sglang.start_timeout_s); "
-                f"its last lines: {self.tail()}"
-            ) from None
-        raise GenerationError(f"SGLang {self.ended.result()} before it answered; its last lines: {self.tail()}")
-
-    async def _healthy(self, http: HttpClient) -> bool:
-        while not self.ended.done():
-            if await http.answers(f"{self.url}/health", _HEALTH_TIMEOUT_S):
-                return True
-            await asyncio.wait({self.ended}, timeout=_HEALTH_INTERVAL_S)
-        return False
-
-    async def samples(self, http: HttpClient, timeout_s: float) -> bool:
-        """Return True if SGLang samples a token, for a running request or else for this call.
-
-        SGLang's own limit on the call is 20 s. While it is paused or loads weights the result is False.
-        """
-        return await http.answers(f"{self.url}/health_generate", timeout_s)
-
-
-def scratch_folder() -> Path:
-    """Make a folder, in memory-backed storage if the machine has it."""
-    base = _SHARED_MEMORY if _SHARED_MEMORY.is_dir() else None
-    return Path(tempfile.mkdtemp(prefix="realsys-sglang-", dir=base))
-
-
 # ---- the part of a server on a node other than its first
 
 
@@ -219,9 +147,7 @@ async def run_part(launch: Launch, on_stop: Callable[[Callable[[], None]], None]
         loop.call_soon_threadsafe(stopped.set)
 
     on_stop(stop_soon)
-    [port] = free_ports(1)
-    url = f"http://{join_host_port(LOOPBACK, port)}"
-    child = SglangProcess(launch.sized().command(port), launch.environment(), url, scratch_folder())
+    child = EngineProcess(launch.sized())
     stopping = asyncio.create_task(stopped.wait())
     try:
         await asyncio.wait({child.ended, stopping}, return_when=asyncio.FIRST_COMPLETED)

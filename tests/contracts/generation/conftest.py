@@ -1,4 +1,4 @@
-"""Generation servers, shared because SGLang takes long to start. Each fixture imports its modules itself."""
+"""Generation servers, shared because SGLang and vLLM take long to start. Each fixture imports its modules itself."""
 
 from __future__ import annotations
 
@@ -20,23 +20,33 @@ def versions(tmp_path_factory: pytest.TempPathFactory) -> Versions:
 
 @pytest.fixture(scope="session")
 def sglang(versions: Versions) -> Iterator[Running]:
-    from tests.support.serving.generation_servers import sglang_server
+    from tests.support.serving.generation_servers import child_server
     from tests.support.serving.sglang_server import needs_sglang
 
     needs_sglang()
-    with sglang_server(versions) as running:
+    with child_server("sglang", versions) as running:
         yield running
 
 
-@pytest.fixture(scope="module", params=["embedded", "sglang", "sglang-derived", "example"])
+@pytest.fixture(scope="session")
+def vllm(versions: Versions) -> Iterator[Running]:
+    from tests.support.serving.generation_servers import child_server
+    from tests.support.serving.sglang_server import needs_vllm
+
+    needs_vllm()
+    with child_server("vllm", versions) as running:
+        yield running
+
+
+@pytest.fixture(scope="module", params=["embedded", "sglang", "sglang-derived", "vllm", "example"])
 def backend(request: pytest.FixtureRequest) -> Iterator[Running | str]:
     """A name: an engine for each test. sglang-derived: SGLang taken for one that tells no version per token."""
     from tests.support.serving.generation_servers import reporting
 
-    if not request.param.startswith("sglang"):
+    if request.param in ("embedded", "example"):
         yield request.param
         return
-    running = request.getfixturevalue("sglang")
+    running = request.getfixturevalue(request.param.removesuffix("-derived"))
     with reporting(running, request.param == "sglang"):
         yield running
 

@@ -19,7 +19,7 @@ from realsys.config.schema import Config, TinyModelConfig
 from realsys.data.arith import make_tiny_model, write_char_tokenizer
 from realsys.data.tokenizer import TextTokenizer
 from realsys.errors import CheckpointError, ConfigError, DataError, ModelError, RewardError, WeightsError
-from realsys.generation.sglang.update import check_shapes
+from realsys.generation.child.update import check_shapes
 from realsys.model_files.config_json import read_model, read_sizes
 from realsys.reward.pool import ItemLimits, VerifierProcess
 from realsys.reward.verifier_protocol import MAX_REPLY, JournalReader, Reply

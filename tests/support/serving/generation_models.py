@@ -34,7 +34,9 @@ PROMPTS = [[5], [1, 2, 3], list(range(40)), [9, 9, 8, 1, 30, 44, 61]]
 transformers_logging.disable_progress_bar()  # its monitor thread would outlive the test
 
 
-def make_model(kind: str, path: Path, *, tied: bool = False, seed: int = 0, eos: int | None = None) -> PreTrainedModel:
+def make_model(
+    kind: str, path: Path, *, tied: bool = False, seed: int = 0, eos: int | None = None, **others: int
+) -> PreTrainedModel:
     """A two-layer float32 model with large random weights, norms and biases, saved to ``path``."""
     sizes = {
         "vocab_size": VOCAB,
@@ -48,6 +50,7 @@ def make_model(kind: str, path: Path, *, tied: bool = False, seed: int = 0, eos:
         "eos_token_id": eos,
         "bos_token_id": None,
         "initializer_range": 0.2,
+        **others,
     }
     torch.manual_seed(seed)
     model: PreTrainedModel

@@ -24,32 +24,36 @@ from realsys.cluster.http_server import HttpServer
 from realsys.config.schema import Config, EmbeddedConfig, GenerationConfig
 from realsys.errors import GenerationError
 from realsys.generation.backend import EngineParts, GenerationEngine, Materialised, make_backend
+from realsys.generation.child import engine as child
+from realsys.generation.child.engine import ChildEngine
+from realsys.generation.child.requests import KeptKeys
 from realsys.generation.client import GenerationClient, SamplingSpec
 from realsys.generation.completion import Completion
 from realsys.generation.embedded.decoder import read_tensors
 from realsys.generation.embedded.engine import EmbeddedEngine, build_engine
 from realsys.generation.embedded.prefix_cache import KvPolicy
 from realsys.generation.server import build_app
-from realsys.generation.sglang import backend
-from realsys.generation.sglang.engine import SglangEngine
-from realsys.generation.sglang.requests import KeptKeys
 from realsys.weights.disk import manifest
 from realsys.weights.disk.stage import DiskReader
 from realsys.weights.disk.writer import ShardWriter
 from tests.support.processes.config_trees import changed
 from tests.support.serving.generation_models import VOCAB, chosen, make_model, reference_logprobs
-from tests.support.serving.sglang_server import sglang_engine
+from tests.support.serving.sglang_server import VLLM_ROWS, sglang_engine, vllm_engine
 
 log = logging.getLogger(__name__)
 
 PROMPT = [3, 1, 4, 1, 5]
 EOS = VOCAB - 1
 CONTEXT = 512
+VLLM_BLOCK = 32  # tokens of a block of its cache, on a CPU
 LONG = SamplingSpec(max_new_tokens=480)
+HEADS = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}  # of 32: vLLM has no smaller on a CPU
 BUSY = 8  # requests of a crowd: more than an embedded server's rows
 EXAMPLES = Path(__file__).resolve().parents[3] / "docs" / "examples"
 #: For tests of the model behind the server; docs/examples/backend.py has none.
-samples = pytest.mark.parametrize("backend", ["embedded", "sglang", "sglang-derived"], indirect=True, scope="module")
+samples = pytest.mark.parametrize(
+    "backend", ["embedded", "sglang", "sglang-derived", "vllm"], indirect=True, scope="module"
+)
 BOUND_S = 120.0  # no wait of a test is longer
 
 
@@ -58,7 +62,9 @@ class ServerUnderTest:
     """A running server. ``models[v]`` is what transformers says about version v; no models: it echoes its prompt.
 
     ``start``: the version that it serves when a test begins. ``seeded``: a seed decides an answer whatever else runs;
-    SGLang needs its deterministic inference for that, which it has not on a CPU.
+    SGLang needs its deterministic inference for that, which it has not on a CPU. ``pieces``: tokens of requests that
+    are no stream are shown when a piece ends, and a piece is longer than the completions of these tests. ``block``:
+    tokens of a block of its prefix cache.
     """
 
     url: str
@@ -67,6 +73,8 @@ class ServerUnderTest:
     max_answers: int  # that it runs and queues
     start: int = -1
     seeded: bool = True
+    pieces: bool = False
+    block: int = 1
     engine: GenerationEngine | None = None
 
 
@@ -80,9 +88,9 @@ class Versions:
 
 @dataclass(frozen=True)
 class Running:
-    """One SGLang for many tests."""
+    """One SGLang or vLLM for many tests."""
 
-    engine: SglangEngine
+    engine: ChildEngine
     url: str
 
 
@@ -90,16 +98,17 @@ def make_versions(root: Path) -> Versions:
     models, paths = {}, {}
     for version in (-1, 1, 2):
         path = root / f"hf{version}"
-        models[version] = make_model("qwen2", path, seed=version + 10, eos=EOS)
+        models[version] = make_model("qwen2", path, seed=version + 10, eos=EOS, **HEADS)
         paths[version] = path if version < 0 else publish(root, version, path)
     models[0], paths[0] = models[-1], publish(root, 0, paths[-1])
     return Versions(models, paths)
 
 
 @contextmanager
-def sglang_server(versions: Versions) -> Iterator[Running]:
-    with mock.patch.object(backend, "MAX_ANSWERS", 16):
-        engine = sglang_engine(versions.paths[-1], "rollout.max_concurrent=1")
+def child_server(name: str, versions: Versions) -> Iterator[Running]:
+    with mock.patch.object(child, "MAX_ANSWERS", 16):
+        make = sglang_engine if name == "sglang" else vllm_engine
+        engine = make(versions.paths[-1], "rollout.max_concurrent=1")
     engine.start()
     try:
         # Its staging thread is there from now on.
@@ -126,7 +135,7 @@ def reporting(running: Running, reports: bool) -> Iterator[None]:
         traffic.run = run
 
 
-def _reset(engine: SglangEngine, versions: Versions) -> str:
+def _reset(engine: ChildEngine, versions: Versions) -> str:
     try:
         for call in (engine.abort_all(), engine.resume()):
             call.result(BOUND_S)
@@ -137,14 +146,23 @@ def _reset(engine: SglangEngine, versions: Versions) -> str:
 
 
 def fresh(running: Running, versions: Versions) -> ServerUnderTest:
-    """SGLang with nothing left of the test before, back at version 0. Its supervisor restarts one that died."""
+    """An engine with nothing left of the test before, back at version 0. Its supervisor restarts one that died."""
     end = time.monotonic() + BOUND_S
     while problem := _reset(running.engine, versions):
         assert time.monotonic() < end, problem
-        log.warning("%s; waiting for SGLang", problem)
+        log.warning("%s; waiting for the engine", problem)
         threading.Event().wait(0.5)
+    vllm = running.engine.info().result(BOUND_S).backend == "vllm"
     return ServerUnderTest(
-        running.url, versions.models, versions.paths, 16, start=0, seeded=False, engine=running.engine
+        running.url,
+        versions.models,
+        versions.paths,
+        16,
+        start=0,
+        seeded=vllm,
+        pieces=True,
+        block=VLLM_BLOCK if vllm else 1,
+        engine=running.engine,
     )
 
 
@@ -163,7 +181,7 @@ def keeping(server: ServerUnderTest, reuse: int) -> Iterator[None]:
         server.engine.core._kv = KvPolicy(True, reuse)
         yield
         return
-    assert isinstance(server.engine, SglangEngine)
+    assert isinstance(server.engine, ChildEngine)
     traffic = server.engine._traffic
     before, traffic.keys = traffic.keys, KeptKeys(keep=True, reuse=reuse)
     traffic.keys.restart(traffic.version)
@@ -256,7 +274,7 @@ class Crowd:
     async def decoding(cls, client: GenerationClient, url: str, busy: int = BUSY) -> Crowd:
         """Start a crowd, and return it when some of its requests decode."""
         crowd = cls(client, url, busy)
-        await until_decoding(client, url)
+        await until_decoding(client, url, busy)
         return crowd
 
     def dismiss(self) -> None:
@@ -276,10 +294,15 @@ class Crowd:
                 return
 
 
-async def until_decoding(client: GenerationClient, url: str) -> None:
-    """Return when more than the prompts of those that run is in the KV cache. Every look is a round trip."""
+async def until_decoding(client: GenerationClient, url: str, busy: int) -> None:
+    """Return when more than the prompts of those that run is in the KV cache. Every look is a round trip.
+
+    A cache of blocks has a whole one for each prompt that runs: then it must have one more.
+    """
     async with asyncio.timeout(BOUND_S):
-        while (await client.server_info(url)).kv_tokens < 4 * len(PROMPT) + 10:
+        while (info := await client.server_info(url)).kv_tokens < (
+            (min(busy, VLLM_ROWS) + 1) * VLLM_BLOCK if info.backend == "vllm" else 4 * len(PROMPT) + 10
+        ):
             pass
 
 

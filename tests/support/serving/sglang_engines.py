@@ -16,12 +16,13 @@ from safetensors.torch import save_file
 
 from realsys.errors import WeightsError
 from realsys.generation.backend import Change, Materialised
+from realsys.generation.child.engine import ChildEngine, Model
+from realsys.generation.child.supervisor import Settings
 from realsys.generation.completion import Completion
 from realsys.generation.protocol import SamplingParams
 from realsys.generation.sampling_rules import Limits
-from realsys.generation.sglang.engine import Model, SglangEngine
+from realsys.generation.sglang.api import SglangApi
 from realsys.generation.sglang.process import Launch
-from realsys.generation.sglang.supervisor import Settings
 from tests.support.serving import sglang_stand_in
 
 SHAPES = {"a": (2, 3), "b": (4,)}
@@ -35,6 +36,7 @@ class StandIn:
     """In place of process.Launch."""
 
     flags: tuple[str, ...] = ()
+    api: type[SglangApi] = SglangApi
     model_path: Path = Path("/models/base")
 
     def command(self, port: int) -> list[str]:
@@ -71,18 +73,18 @@ class Engines:
     """Makes engines; those that it started are closed with it."""
 
     def __init__(self) -> None:
-        self._started: list[SglangEngine] = []
+        self._started: list[ChildEngine] = []
 
     def __call__(
         self, *flags: str, start: bool = True, launch: Launch | None = None, **settings: object
-    ) -> tuple[SglangEngine, Changes]:
+    ) -> tuple[ChildEngine, Changes]:
         """Start an engine over a stand-in with these flags; return it with the state that it reports."""
         changes: Changes = queue.SimpleQueue()
         limits = Limits(vocabulary=97, eos=(96,), context=64, capacity=8, tokenizer=False, model_path="/models/base")
         bounds = ("start_timeout_s", "load_timeout_s", "silence_timeout_s")
         values = {**dict.fromkeys(bounds, WAIT_S), "max_restarts": 2, "first_backoff_s": 0.01, **settings}
         model, settings = Model(limits, SHAPES), Settings(**values)
-        engine = SglangEngine(launch or StandIn(flags), model, materialise, settings, changes.put)
+        engine = ChildEngine(launch or StandIn(flags), model, materialise, settings, changes.put)
         if start:
             engine.start()
             self._started.append(engine)
@@ -108,5 +110,5 @@ def helper_of(text: str) -> int:
     return int(text.partition("helper ")[2].split()[0])
 
 
-def generate(engine: SglangEngine, prompt: list[int], rid: str = "", **params: object) -> Future[list[Completion]]:
+def generate(engine: ChildEngine, prompt: list[int], rid: str = "", **params: object) -> Future[list[Completion]]:
     return engine.generate(rid, prompt, SamplingParams(**{"max_new_tokens": 4, **params}))

@@ -8,9 +8,9 @@ import msgspec
 import numpy as np
 import pytest
 
+from realsys.generation.child.requests import KeptKeys, KeyNamespace, SplitRequest
 from realsys.generation.protocol import UNSYNCED, SamplingParams
 from realsys.generation.sglang.api import Reply
-from realsys.generation.sglang.requests import KeptKeys, KeyNamespace, SglangRequest
 
 
 def names(keys: KeptKeys, *versions: int, same: bool = False) -> list[str | None]:
@@ -69,7 +69,7 @@ def test_keys_that_no_stamp_can_name_are_dropped(before):
 def stamped(oldest: int, sent_at: int, cached: int, *spans: tuple[int, int]) -> list[tuple[int, int]] | None:
     """Return the stamps of a piece whose tokens were sampled in (version, tokens) ``spans``."""
     params = SamplingParams(max_new_tokens=50)
-    request = SglangRequest.of("r", np.array([1, 2], np.int32), params, (), 1)
+    request = SplitRequest.of("r", np.array([1, 2], np.int32), params, (), 1)
     request.keys, request.sent_at = KeyNamespace("0", oldest), sent_at
     count, start, versions = sum(tokens for _, tokens in spans), 0, []
     for version, tokens in spans:

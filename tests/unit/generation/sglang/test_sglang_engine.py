@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from realsys.errors import GenerationError, WeightsError
-from realsys.generation.sglang.update import check_shapes
+from realsys.generation.child.update import check_shapes
 from tests.support.serving.sglang_engines import SHAPES, STALLING, WAIT_S, Engines, engines, generate
 
 pytestmark = pytest.mark.processes

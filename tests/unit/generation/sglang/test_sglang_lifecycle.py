@@ -176,7 +176,7 @@ def test_silence_counts_only_without_a_pause(monkeypatch):
     monkeypatch.setattr(supervisor, "_CHECK_INTERVAL_S", 0.0)
     monkeypatch.setattr(supervisor, "time", SimpleNamespace(monotonic=lambda: now[0]))
     settings = supervisor.Settings(1.0, 0, 1.0, silence_timeout_s=100.0)
-    watcher = supervisor.SglangSupervisor(StandIn(), settings, supervisor.RunListener(print, print, held_and_counted))
+    watcher = supervisor.EngineSupervisor(StandIn(), settings, supervisor.RunListener(print, print, held_and_counted))
     assert asyncio.run(body()).startswith("has sampled nothing for 100 s")
     assert asked == ["held"] * 20 + ["samples"]
     assert watcher.proofs == 20  # each of them is progress of the requests that wait

@@ -13,14 +13,15 @@ import msgspec
 import numpy as np
 import pytest
 
-from realsys.config.backend_rules import SGLANG_VERSION, check_sglang_interpreter, sglang_interpreter, sglang_options
+from realsys.config.backend_rules import SGLANG, sglang_options
 from realsys.config.schema import SamplingConfig, SglangConfig
 from realsys.errors import ConfigError, GenerationError
+from realsys.generation.child.engine import needs_tokenizer
+from realsys.generation.child.requests import SplitRequest, _record_phases
 from realsys.generation.protocol import SamplingParams
 from realsys.generation.sampling_rules import completion_seed, read_tokenizer
 from realsys.generation.sglang.api import Reply, _Stream
-from realsys.generation.sglang.process import CPU_SUPPORT, Launch, needs_tokenizer
-from realsys.generation.sglang.requests import SglangRequest, _record_phases
+from realsys.generation.sglang.process import CPU_SUPPORT, Launch
 from tests.support.serving.generation_models import make_tokenizer
 from tests.support.timelines.made_up import recording
 
@@ -119,8 +120,10 @@ def test_environment_is_that_of_another_interpreter():
 
 
 def test_interpreter_is_chosen_in_order(tmp_path):
+    package = replace(SGLANG, venv=tmp_path)
+
     def chosen(python: str = "") -> str:
-        return sglang_interpreter(SglangConfig(python=python), gpus=False, default_venv=tmp_path)
+        return package.interpreter(python, gpus=False)
 
     assert chosen("/other/python") == "/other/python"
     assert chosen() == sys.executable
@@ -129,28 +132,29 @@ def test_interpreter_is_chosen_in_order(tmp_path):
     python.symlink_to(os.path.realpath(sys.executable))
     assert chosen() == str(python)
     # Its torch is for CPUs.
-    assert sglang_interpreter(SglangConfig(), gpus=True, default_venv=tmp_path) == sys.executable
+    assert package.interpreter("", gpus=True) == sys.executable
 
 
 def test_missing_sglang_is_named_with_what_to_do(tmp_path):
+    package = replace(SGLANG, venv=tmp_path)
     with pytest.raises(ConfigError, match="make sglang-cpu"):
-        check_sglang_interpreter(SglangConfig(), gpus=False, default_venv=tmp_path)
-    install = f"`pip install sglang=={SGLANG_VERSION}`$"
+        package.check("", gpus=False)
+    install = f"`pip install sglang=={SGLANG.version}`$"
     with pytest.raises(ConfigError, match=f"of a virtual environment of its own with {install}"):
-        check_sglang_interpreter(SglangConfig(), gpus=True, default_venv=tmp_path)
+        package.check("", gpus=True)
 
 
 def test_tested_version_is_the_pinned_one():
     pins = (CPU_SUPPORT / "no-deps.txt").read_text("utf-8").splitlines()
-    assert f"sglang=={SGLANG_VERSION}" in pins
+    assert f"sglang=={SGLANG.version}" in pins
 
 
 # ---- requests
 
 
-def request(**params: object) -> SglangRequest:
+def request(**params: object) -> SplitRequest:
     sampling = SamplingParams(**{"max_new_tokens": 6, **params})
-    return SglangRequest.of("r", np.asarray([1, 2], np.int32), sampling, (96,), 5)
+    return SplitRequest.of("r", np.asarray([1, 2], np.int32), sampling, (96,), 5)
 
 
 def reply(tokens: list[int], kind: str = "length", spans: list[tuple[str, int, int]] | None = None) -> Reply:
@@ -266,7 +270,7 @@ def test_stop_string_across_pieces_ends_the_completion(tmp_path, prefix, earlier
 
     make_tokenizer(tmp_path)
     sampling = SamplingParams(max_new_tokens=8, stop=("bc",), answer_prefix=prefix)
-    one = SglangRequest.of("r", np.asarray(ids("ab"), np.int32), sampling, (), 5, read_tokenizer(tmp_path))
+    one = SplitRequest.of("r", np.asarray(ids("ab"), np.int32), sampling, (), 5, read_tokenizer(tmp_path))
     if earlier:
         one.recalled = True
         one.take([reply(ids(earlier), "abort")], 1)
@@ -281,7 +285,7 @@ def test_stop_string_across_pieces_ends_the_completion(tmp_path, prefix, earlier
 def test_stop_string_across_pieces_respects_min_new_tokens(tmp_path):
     make_tokenizer(tmp_path)
     sampling = SamplingParams(max_new_tokens=30, min_new_tokens=12, stop=("bc",))
-    one = SglangRequest.of("r", np.asarray([1], np.int32), sampling, (), 5, read_tokenizer(tmp_path))
+    one = SplitRequest.of("r", np.asarray([1], np.int32), sampling, (), 5, read_tokenizer(tmp_path))
     b, c, x = (ord(letter) - ord("0") for letter in "bcx")
     one.recalled = True
     one.take([reply([b], "abort")], 1)

@@ -1,7 +1,7 @@
-"""SGLang as a GenerationEngine: requests in, completions out, across restarts of the child process.
+"""An engine in a child process as a GenerationEngine: requests in, completions out, across restarts of the child.
 
-HTTP handlers ──calls──> event loop of a thread:  Traffic (requests)  Updater (weights)  SglangSupervisor (the child)
-                                                      └────────HTTP, loopback────────┴──────> SGLang
+HTTP handlers ──calls──> event loop of a thread:  Traffic (requests)  Updater (weights)  EngineSupervisor (the child)
+                                                      └────────HTTP, loopback────────┴──────> the engine
 """
 
 from __future__ import annotations
@@ -12,73 +12,80 @@ import functools
 import logging
 import secrets
 import threading
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 from tokenizers import Tokenizer
 
+from realsys.config.schema import Config, SamplingConfig
 from realsys.errors import GenerationError, WaitTimeout
 from realsys.generation.backend import Change, Materialise, RequestSnapshot
+from realsys.generation.child.contract import EngineLaunch, EngineLoad
+from realsys.generation.child.requests import KeptKeys, SplitRequest, Traffic
+from realsys.generation.child.supervisor import EngineRun, EngineSupervisor, RunListener, Settings
+from realsys.generation.child.update import PAUSE, Shapes, Updater
 from realsys.generation.completion import Completion
 from realsys.generation.protocol import PauseMode, SamplingParams, ServerInfo, UpdateResult
-from realsys.generation.sampling_rules import Limits
-from realsys.generation.sglang.api import RankLoad
-from realsys.generation.sglang.process import Launch
-from realsys.generation.sglang.requests import KeptKeys, SglangRequest, Traffic
-from realsys.generation.sglang.supervisor import RunListener, Settings, SglangRun, SglangSupervisor
-from realsys.generation.sglang.update import PAUSE, Shapes, Updater
+from realsys.generation.sampling_rules import Limits, read_tokenizer
+from realsys.model_files.config_json import read_model
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+#: completions that run and wait in one server: more are refused, and another server takes them
+MAX_ANSWERS = 8192
+#: in a row, of an engine that died or hung, within half a minute; then the launcher's restarts begin
+MAX_RESTARTS = 5
 _INFO_TIMEOUT_S = 2.0
 _CLOSE_TIMEOUT_S = 20.0
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """The model that SGLang serves. ``shapes`` by HF name; ``tokenizer`` is None if the model has none."""
+    """The model that the engine serves. ``shapes`` by HF name; ``tokenizer`` is None if the model has none."""
 
     limits: Limits
     shapes: Shapes
     tokenizer: Tokenizer | None = None
 
 
-class SglangEngine:
-    """Thread-safe front of one SGLang server and its successors.
+class ChildEngine:
+    """Thread-safe front of one engine and its successors.
 
     ``on_change`` is called on the event loop and must not block.
     """
 
     def __init__(
         self,
-        launch: Launch,
+        launch: EngineLaunch,
         model: Model,
         materialise: Materialise,
         settings: Settings,
         on_change: Callable[[Change], None] = lambda change: None,
     ) -> None:
+        self._name = launch.api.name
         self._started_with = str(launch.model_path)
         self._limits = model.limits
         self._tokenizer = model.tokenizer
         self._on_change = on_change
         keys = KeptKeys(keep=settings.keep_keys, reuse=settings.reuse_versions)
-        self._traffic = Traffic(model.limits.capacity, keys)
+        self._traffic = Traffic(self._name, model.limits.capacity, keys)
         self._updater = Updater(
             self._traffic, model.shapes, materialise, drain=settings.drain, timeout_s=settings.load_timeout_s
         )
         listener = RunListener(self._up, self._down, held=lambda: bool(self._traffic.holds))
-        self._supervisor = SglangSupervisor(launch, settings, listener)
+        self._supervisor = EngineSupervisor(launch, settings, listener)
         self._started: Future[None] = Future()
-        self._loop = LoopThread("sglang-engine", self._keep)
+        self._loop = LoopThread(f"{self._name.lower()}-engine", self._keep)
 
     # ---- any thread
 
     def start(self) -> None:
-        """Return when SGLang serves. Raises GenerationError with its last lines if it does not start."""
+        """Return when the engine serves. Raises GenerationError with its last lines if it does not start."""
         self._loop.start()
         try:
             self._started.result()  # the supervisor bounds the start
@@ -89,10 +96,10 @@ class SglangEngine:
     def abandon_start(self) -> None:
         """Make ``start`` raise if it still waits. Thread-safe."""
         with contextlib.suppress(InvalidStateError):
-            self._started.set_exception(GenerationError("the start of SGLang was cancelled: asked to stop"))
+            self._started.set_exception(GenerationError(f"the start of {self._name} was cancelled: asked to stop"))
 
     def close(self) -> None:
-        """Kill SGLang; open calls fail with a retryable error."""
+        """Kill the engine; open calls fail with a retryable error."""
         self._loop.close(_CLOSE_TIMEOUT_S)
 
     @property
@@ -101,12 +108,12 @@ class SglangEngine:
 
     @property
     def version(self) -> int:
-        """Version of the weights that sample now; UNSYNCED after every start of SGLang."""
+        """Version of the weights that sample now; UNSYNCED after every start of the engine."""
         return self._traffic.version
 
     @property
     def failure(self) -> str | None:
-        """Reason why SGLang does not serve now; None while it serves."""
+        """Reason why the engine does not serve now; None while it serves."""
         return self._traffic.failure
 
     def generate(
@@ -116,7 +123,7 @@ class SglangEngine:
         prompt = self._limits.checked_prompt(input_ids, params)
         seed = secrets.randbits(63) if params.sampling_seed is None else params.sampling_seed
         stops = self._limits.stops(params)
-        request = SglangRequest.of(rid or secrets.token_hex(16), prompt, params, stops, seed, self._tokenizer)
+        request = SplitRequest.of(rid or secrets.token_hex(16), prompt, params, stops, seed, self._tokenizer)
         request.streams = stream
         return self._loop.call(lambda: self._traffic.serve(request))
 
@@ -124,28 +131,28 @@ class SglangEngine:
         return self._loop.call(lambda: self._updater.update(path, version, abort_all=abort_all))
 
     def pause(self, mode: PauseMode) -> Future[None]:
-        """Stop sampling. SGLang does in_place and retract itself if it reports the version of every token."""
+        """Stop sampling. The engine does in_place and retract itself if it reports the version of every token."""
         return self._loop.call(lambda: self._updater.pause(mode))
 
     def resume(self) -> Future[None]:
         return self._loop.call(self._updater.resume)
 
     def flush(self) -> Future[None]:
-        """Drop SGLang's cache. It does so between two requests only: the call waits for that, and may fail."""
+        """Drop the engine's cache. It does so between two requests only: the call waits for that, and may fail."""
         return self._loop.call(self._flush)
 
     def abort(self, rid: str) -> Future[bool]:
         return self._loop.call(functools.partial(self._abort, rid))
 
     def snapshot(self, rid: str, beyond: int = -1) -> Future[RequestSnapshot | None]:
-        """Return the state of a request. Without a stream, tokens are in it once SGLang has returned their piece."""
+        """Return the state of a request. Without a stream, tokens are in it once their piece is back."""
         return self._loop.call(functools.partial(self._snapshot, rid, beyond))
 
     def abort_all(self) -> Future[None]:
         return self._loop.call(self._abort_all)
 
     def info(self) -> Future[ServerInfo]:
-        """Return load and counters. ``generated_tokens`` counts returned tokens; SGLang does not report ``steps``."""
+        """Return load and counters. ``generated_tokens`` counts returned tokens; engines report no ``steps``."""
         return self._loop.call(self._info)
 
     # ---- the event loop
@@ -160,7 +167,7 @@ class SglangEngine:
             except InvalidStateError:  # it had started before
                 self._on_change(Change(None, str(error), final=True))
 
-    def _up(self, run: SglangRun) -> None:
+    def _up(self, run: EngineRun) -> None:
         self._traffic.up(run)
         with contextlib.suppress(InvalidStateError):
             self._started.set_result(None)
@@ -171,7 +178,7 @@ class SglangEngine:
         self._on_change(Change(None, reason))
 
     async def _snapshot(self, rid: str, beyond: int) -> RequestSnapshot | None:
-        # While SGLang samples, every request in it moves, although tokens may arrive only at the end of a piece.
+        # While the engine samples, every request in it moves, although tokens may arrive only at the end of a piece.
         while (snapshot := self._traffic.snapshot(rid, self._supervisor.proofs)) and snapshot.tokens <= beyond:
             await self._traffic.moves(rid)
         return snapshot
@@ -189,34 +196,33 @@ class SglangEngine:
         self._loop.spawn(self._recall_aborted(None))
 
     async def _recall_aborted(self, rid: str | None) -> None:
-        """Wait for SGLang in a task: only the callers of the requests have to wait for their end."""
+        """Wait for the engine in a task: only the callers of the requests have to wait for their end."""
         try:
             await self._traffic.recall(self._traffic.abort(rid))
         except GenerationError as error:
             log.warning("abort of %s: %s", rid or "all requests", error)
 
     async def _info(self) -> ServerInfo:
-        loads: list[RankLoad] = []
-        memory = 0
+        load, memory = EngineLoad(0, 0, 0), 0
         if (run := self._traffic.run) is not None:
             memory = await run.child.resident_bytes()
             try:
-                loads = await run.api.loads(_INFO_TIMEOUT_S)
+                load = await run.api.read_load(_INFO_TIMEOUT_S)
             except GenerationError as error:
-                log.debug("SGLang does not report its load: %s", error)
+                log.debug("%s does not report its load: %s", self._name, error)
         sent, held = self._traffic.open_completions()
-        max_running = sum(load.max_running_requests for load in loads) or sent
+        max_running = load.running or sent
         running = min(sent, max_running)
         return ServerInfo(
-            backend="sglang",
+            backend=self._name.lower(),
             weight_version=str(self.version),
             context_length=self._limits.context,
             max_running=max_running,
             max_queued=self._limits.capacity - max_running,
             running=running,
             queued=sent - running + held,
-            kv_tokens=sum(load.num_used_tokens for load in loads),
-            kv_capacity=sum(load.max_total_num_tokens for load in loads),
+            kv_tokens=load.used,
+            kv_capacity=load.capacity,
             generated_tokens=self._traffic.tokens,
             steps=0,
             updates=self._updater.done,
@@ -226,6 +232,62 @@ class SglangEngine:
             reused_tokens=self._traffic.reused_tokens,
             memory_bytes=memory,
         )
+
+
+# ---- from the configuration to an engine
+
+
+def build_child_engine(
+    launch: EngineLaunch,
+    config: Config,
+    materialise: Materialise,
+    on_change: Callable[[Change], None],
+    *,
+    context: int,
+    tokenizer: Tokenizer | None,
+    timeouts: tuple[float, float],
+    grammars: bool = False,
+    max_restarts: int = MAX_RESTARTS,
+) -> ChildEngine:
+    """Make an engine that is not started yet. ``timeouts``: seconds of its start, and without a token.
+
+    Raises ModelError for a model that realsys cannot train.
+    """
+    arch = read_model(launch.model_path)
+    limits = Limits(
+        vocabulary=arch.vocab,
+        eos=arch.eos,
+        context=context,
+        capacity=MAX_ANSWERS,
+        tokenizer=tokenizer is not None,
+        model_path=str(launch.model_path),
+        grammars=grammars,
+    )
+    settings = Settings(
+        start_timeout_s=timeouts[0],
+        max_restarts=max_restarts,
+        load_timeout_s=config.manager.update_timeout_s,
+        silence_timeout_s=timeouts[1],
+        drain=not config.asynchronous.interruptible,
+        keep_keys=config.asynchronous.kv_on_update == "keep",
+        reuse_versions=config.asynchronous.kv_reuse_versions,
+    )
+    model = Model(limits, arch.tensor_shapes(), tokenizer)
+    return ChildEngine(launch, model, materialise, settings, on_change)
+
+
+def tokenizer_of(model_path: Path, sampling: SamplingConfig, options: Mapping[str, Any]) -> Tokenizer | None:
+    """Return the model's tokenizer if the engine must load it."""
+    return read_tokenizer(model_path) if needs_tokenizer(sampling, options) else None
+
+
+def needs_tokenizer(sampling: SamplingConfig, options: Mapping[str, Any]) -> bool:
+    """Return True if an engine needs a tokenizer: for stop strings and min_new_tokens, or because the user wants it.
+
+    Otherwise one process of it would turn every sampled token into text that no caller reads.
+    """
+    skips = options.get("skip-tokenizer-init")
+    return bool(sampling.stop or sampling.min_new_tokens) if skips is None else not skips
 
 
 # ---- an event loop in its own thread, called from other threads

@@ -1,4 +1,4 @@
-"""A whole job whose generation is done by the real SGLang, on a CPU."""
+"""A whole job whose generation is done by the real SGLang or vLLM, on a CPU."""
 
 import numpy as np
 import pytest
@@ -7,36 +7,36 @@ from realsys.observe.timeline.clocked_spans import read_timeline
 from realsys.observe.timeline.why import groups_of_batch, ways_of
 from tests.support.jobs.jobs import processes_of, run_arith
 from tests.support.jobs.ledgers import check_ledger, check_staleness
-from tests.support.serving.sglang_server import needs_sglang
+from tests.support.serving.sglang_server import needs_sglang, needs_vllm
 
 pytestmark = pytest.mark.system
 STEPS = 3
 
 
-@pytest.fixture(scope="module")
-def job(tmp_path_factory):
-    needs_sglang()
+@pytest.fixture(scope="module", params=["sglang", "vllm"])
+def job(request, tmp_path_factory):
+    (needs_sglang if request.param == "sglang" else needs_vllm)()
     root = tmp_path_factory.mktemp("runs")
-    settings = ["generation=sglang", f"train.total_steps={STEPS}", "cluster.connect_timeout_s=400"]
-    return run_arith(root, "sglang", *settings, timeout_s=600).completed()
+    settings = [f"generation={request.param}", f"train.total_steps={STEPS}", "cluster.connect_timeout_s=400"]
+    return run_arith(root, request.param, *settings, timeout_s=600).completed()
 
 
 @pytest.mark.timeout(700)
-def test_sglang_server_gets_every_version(job):
+def test_server_gets_every_version(job):
     steps = job.records("train")
     assert [step["version"] for step in steps] == list(range(1, STEPS + 1))
     evaluations = job.records("eval")
     assert [record["problems"] for record in evaluations] == [16, 16]
-    # The last evaluation was answered with the last version: SGLang has loaded it.
+    # The last evaluation was answered with the last version: the engine has loaded it.
     assert evaluations[-1]["version_min"] == STEPS
 
 
-def test_sglang_job_keeps_the_ledger_and_the_bound(job):
+def test_job_keeps_the_ledger_and_the_bound(job):
     check_staleness(job, eta=4)
     check_ledger(job, batch_groups=8, eta=4, prompts=400)
 
 
-def test_sglang_logprobs_agree_with_the_trainer(job):
+def test_logprobs_agree_with_the_trainer(job):
     """Both in float32. Where versions differ the difference is that of the policies, so the first step is looked at."""
     first = job.records("train")[0]["stats"]
     found = {name: value for name, value in first.items() if "agreement" in name and "max" in name}
@@ -44,7 +44,7 @@ def test_sglang_logprobs_agree_with_the_trainer(job):
     assert all(np.abs(value) < 1e-3 for value in found.values()), found
 
 
-def test_sglang_job_has_a_timeline(job):
+def test_job_has_a_timeline(job):
     """The decode spans of a trained episode have as many tokens as its calls returned."""
     timeline = read_timeline(job.paths.spans)
     ways = ways_of(timeline.spans)
@@ -56,5 +56,5 @@ def test_sglang_job_has_a_timeline(job):
     assert {span.process for span in timeline.named("stage", "pause")} == {"generation_server/0"}
 
 
-def test_sglang_job_leaves_no_process(job):
+def test_job_leaves_no_process(job):
     assert processes_of(job.root) == []

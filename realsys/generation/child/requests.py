@@ -1,11 +1,11 @@
-"""The requests of one server: held back, running in SGLang, interrupted, finished. On one event loop, no locks.
+"""The requests of one server: held back, running in its engine, interrupted, finished. On one event loop, no locks.
 
-serve ──> [held?] ──> trip to SGLang ──> all completions finished? ──no──> [held?] ──> ...
+serve ──> [held?] ──> trip to the engine ──> all completions finished? ──no──> [held?] ──> ...
              │ abort: ends with the tokens so far     └──yes──> results
 
-open completions of a request ──pieces──> SGLang ──replies──> take ──> finished, or open again (continues later)
+open completions of a request ──pieces──> engine ──replies──> take ──> finished, or open again (continues later)
 
-SGLang searches stop strings only in the tokens of one piece. ``take`` finds those that began in earlier tokens.
+The engine searches stop strings only in the tokens of one piece. ``take`` finds those that began in earlier tokens.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from tokenizers import Tokenizer
 
 from realsys.errors import GenerationError, ServerBusy
 from realsys.generation.backend import RequestSnapshot
+from realsys.generation.child.contract import Piece, Reply
+from realsys.generation.child.supervisor import EngineRun
 from realsys.generation.completion import EMPTY, Completion
 from realsys.generation.protocol import UNNAMED, UNSYNCED, SamplingParams, not_default
 from realsys.generation.sampling_rules import completion_seed, find_stop, window
-from realsys.generation.sglang.api import Reply, SglangPiece
-from realsys.generation.sglang.supervisor import SglangRun
 from realsys.observe import spans
 from realsys.types import I32, FinishReason
 
-#: A trip waits in SGLang's queue, too. The supervisor ends it much earlier, when SGLang samples nothing.
+#: A trip waits in the engine's queue, too. The supervisor ends it much earlier, when the engine samples nothing.
 _TRIP_TIMEOUT_S = 86400.0
 _RECALL_INTERVAL_S = 0.25
 _RECALL_TIMEOUT_S = 60.0
-#: A longer completion is sampled in pieces, so that its client has its first tokens before its last. SGLang keeps the
-#: cache of a piece, so the next one computes hardly anything again.
+#: A longer completion is sampled in pieces, so that its client has its first tokens before its last. The engine
+#: keeps the cache of a piece, so the next one computes hardly anything again.
 PIECE_TOKENS = 4096
-#: parameters that SGLang gets in another form; all others go to it under their own name
+#: parameters that the engine gets in another form; all others go to it under their own name
 _ADAPTED = {
     "max_new_tokens",
     "min_new_tokens",
@@ -53,40 +53,41 @@ _ADAPTED = {
 class Traffic:
     """Owns the open requests.
 
-    version, path  of the weights that SGLang has now; UNSYNCED and "" for those it was started with
+    version, path  of the weights that the engine has now; UNSYNCED and "" for those it was started with
     holds          reasons why new trips wait
     keys           which cached keys the requests may use
     """
 
-    def __init__(self, max_answers: int, keys: KeptKeys) -> None:
+    def __init__(self, name: str, max_answers: int, keys: KeptKeys) -> None:
+        self._name = name  # of the engine, for messages
         self._max_answers = max_answers
         self.keys = keys
-        self._requests: dict[str, SglangRequest] = {}
+        self._requests: dict[str, SplitRequest] = {}
         self._serials = itertools.count()
-        self.run: SglangRun | None = None
-        self.failure: str | None = "SGLang is starting"  # reason while ``run`` is None
+        self.run: EngineRun | None = None
+        self.failure: str | None = f"{name} is starting"  # reason while ``run`` is None
         self.version = UNSYNCED
         self.path = ""
         self.holds: set[str] = set()
         self.tokens = 0  # returned to callers
-        self.input_tokens = 0  # sent to SGLang
+        self.input_tokens = 0  # sent to the engine
         self.reused_tokens = 0  # input tokens whose keys were in its cache
         self._busy_s = 0.0
         self._busy_since = 0.0
 
     # ---- the run
 
-    def up(self, run: SglangRun) -> None:
-        """Note that SGLang serves, with the weights that it was started with."""
+    def up(self, run: EngineRun) -> None:
+        """Note that the engine serves, with the weights that it was started with."""
         self._set_run(run, None)
 
     def down(self, reason: str) -> None:
-        """Note that SGLang does not serve. Running requests fail with their connection, those held back fail here."""
+        """Note that it does not serve. Running requests fail with their connection, those held back fail here."""
         self._set_run(None, reason)
         for request in self._requests.values():
             request.let_go(self._unserved())
 
-    def _set_run(self, run: SglangRun | None, failure: str | None) -> None:
+    def _set_run(self, run: EngineRun | None, failure: str | None) -> None:
         self.run = run
         self.failure = failure
         self.version = UNSYNCED
@@ -94,23 +95,23 @@ class Traffic:
         self.keys.restart(UNSYNCED)
 
     def loaded(self, version: int, *, same: bool = False) -> None:
-        """Note the version that SGLang has now. ``same``: its weights are those of the version before."""
+        """Note the version that the engine has now. ``same``: its weights are those of the version before."""
         if not same and self.keys.drops(self.version, version):
             for request in self._requests.values():
                 request.keys = None
         self.keys.loaded(self.version, version, same=same)
         self.version = version
 
-    def serving(self) -> SglangRun:
-        """Return the run. Raises GenerationError while SGLang does not serve."""
+    def serving(self) -> EngineRun:
+        """Return the run. Raises GenerationError while the engine does not serve."""
         if self.run is None:
             raise self._unserved()
         return self.run
 
     # ---- requests
 
-    async def serve(self, request: SglangRequest) -> list[Completion]:
-        """Return the completions. Raises GenerationError if the queue is full, or SGLang refuses or loses it."""
+    async def serve(self, request: SplitRequest) -> list[Completion]:
+        """Return the completions. Raises GenerationError if the queue is full, or the engine refuses or loses it."""
         self.serving()
         if request.rid in self._requests:
             raise GenerationError(f"rid={request.rid!r} is the id of a request in progress; ids must be unique")
@@ -134,7 +135,7 @@ class Traffic:
         self.tokens += sum(len(result.tokens) for result in results)
         return results
 
-    async def _trip(self, request: SglangRequest) -> None:
+    async def _trip(self, request: SplitRequest) -> None:
         run, version = self.serving(), self.version
         request.recalled = False
         request.keys, request.sent_at = request.keys or self.keys.current, version
@@ -151,7 +152,7 @@ class Traffic:
             request.heard.clear()
             if not self.under_way():
                 self._busy_s += time.perf_counter() - self._busy_since
-        # Without a report from SGLang our version is right: it cannot change while a trip is under way (Updater).
+        # Without a report from the engine our version is right: it cannot change while a trip is under way (Updater).
         request.take(replies, None if run.reports else version)
         for index, reply in zip(open_now, replies, strict=True):
             _record_phases(f"{request.rid}#{index}", begin, reply, version)
@@ -164,7 +165,7 @@ class Traffic:
         return None if request is None else request.snapshot(moved)
 
     async def moves(self, rid: str) -> None:
-        """Return when a request comes back from SGLang, has new tokens there, or is no longer held back."""
+        """Return when a request comes back from the engine, has new tokens there, or is no longer held back."""
         request = self._requests[rid]
         step = request.trip or request.go
         if step is None or step.done():
@@ -183,17 +184,17 @@ class Traffic:
             for request in self._requests.values():
                 request.let_go()
 
-    def under_way(self) -> list[SglangRequest]:
+    def under_way(self) -> list[SplitRequest]:
         return [request for request in self._requests.values() if request.trip is not None]
 
-    def streams(self) -> list[SglangRequest]:
-        """Return the running streams. SGLang tells versions at the end of a piece, so each must have only one."""
+    def streams(self) -> list[SplitRequest]:
+        """Return the running streams. The engine tells versions at the end of a piece, so each must have only one."""
         return [request for request in self.under_way() if request.streams and not request.params.structural_tag]
 
     # ---- interruption
 
-    def abort(self, rid: str | None = None) -> list[SglangRequest]:
-        """Mark one request, or all, to end with the tokens so far. Returns those that SGLang must return."""
+    def abort(self, rid: str | None = None) -> list[SplitRequest]:
+        """Mark one request, or all, to end with the tokens so far. Returns those that the engine must return."""
         chosen = [r for r in self._requests.values() if rid is None or r.rid == rid]
         for request in chosen:
             request.aborted = True
@@ -203,10 +204,10 @@ class Traffic:
     def __contains__(self, rid: str) -> bool:
         return rid in self._requests
 
-    async def recall(self, requests: Iterable[SglangRequest]) -> None:
-        """Make SGLang return these requests early. Those not aborted continue once nothing holds them.
+    async def recall(self, requests: Iterable[SplitRequest]) -> None:
+        """Make the engine return these requests early. Those not aborted continue once nothing holds them.
 
-        Raises GenerationError if SGLang does not return them in time.
+        Raises GenerationError if the engine does not return them in time.
         """
         trips = {request.trip: request for request in requests if request.trip is not None}
         for request in trips.values():
@@ -214,8 +215,8 @@ class Traffic:
         deadline = time.monotonic() + _RECALL_TIMEOUT_S
         while left := {trip for trip in trips if not trip.done()}:
             if time.monotonic() > deadline:
-                raise GenerationError(f"SGLang did not end {len(left)} requests within {_RECALL_TIMEOUT_S:g} s")
-            # Repeated, because SGLang forgets an abort for a request that it has not read yet.
+                raise GenerationError(f"{self._name} did not end {len(left)} requests within {_RECALL_TIMEOUT_S:g} s")
+            # Repeated, because the engine forgets an abort for a request that it has not read yet.
             api = self.serving().api
             if len(left) == len(self.under_way()):
                 await api.abort_all()
@@ -235,7 +236,7 @@ class Traffic:
     # ---- counters
 
     def open_completions(self) -> tuple[int, int]:
-        """Return the numbers of completions in SGLang, and held back."""
+        """Return the numbers of completions in the engine, and held back."""
         running = sum(len(request.open) for request in self.under_way())
         return running, sum(len(request.open) for request in self._requests.values()) - running
 
@@ -244,11 +245,11 @@ class Traffic:
         return self._busy_s + (time.perf_counter() - self._busy_since if self.under_way() else 0.0)
 
     def _unserved(self) -> GenerationError:
-        return GenerationError(self.failure or "SGLang does not serve", retryable=True)
+        return GenerationError(self.failure or f"{self._name} does not serve", retryable=True)
 
 
 def _record_phases(unit: str, begin: int, reply: Reply, version: int) -> None:
-    """Record the spans of a piece that was sent at ``begin``. Without SGLang's times all of it counts as decoding."""
+    """Record the spans of a piece that was sent at ``begin``. Without times all of it counts as decoding."""
     meta = reply.meta_info
     end = begin + int(1e9 * meta.e2e_latency) if meta.e2e_latency else spans.now()
     entered = min(end, begin + int(1e9 * meta.queue_time))
@@ -281,7 +282,7 @@ class _Sampled:
 
 
 @dataclass(slots=True, eq=False)
-class SglangRequest:
+class SplitRequest:
     """One prompt and its completions.
 
     stops      stop tokens of the request and of the model
@@ -297,15 +298,15 @@ class SglangRequest:
     tokenizer: Tokenizer | None = None
     limit: int = PIECE_TOKENS
     aborted: bool = False  # ends with the tokens so far
-    recalled: bool = False  # SGLang has to return its pieces early
-    rids: list[str] = field(default_factory=list)  # ids of its pieces in SGLang
+    recalled: bool = False  # the engine has to return its pieces early
+    rids: list[str] = field(default_factory=list)  # ids of its pieces in the engine
     streams: bool = False  # shows its tokens as they are sampled
-    trip: asyncio.Future[list[Reply]] | None = None  # pieces in SGLang
-    heard: dict[int, Reply] = field(default_factory=dict)  # completion -> tokens so far of its piece in SGLang
+    trip: asyncio.Future[list[Reply]] | None = None  # pieces in the engine
+    heard: dict[int, Reply] = field(default_factory=dict)  # completion -> tokens so far of its piece in the engine
     news: asyncio.Future[None] | None = None  # resolved when ``heard`` has more
-    go: asyncio.Future[None] | None = None  # while it is held back; resolved when it may be sent to SGLang
+    go: asyncio.Future[None] | None = None  # while it is held back; resolved when it may be sent to the engine
     keys: KeyNamespace | None = None  # whose keys it may use, from its first trip on
-    sent_at: int = UNSYNCED  # version that SGLang had when its pieces were sent
+    sent_at: int = UNSYNCED  # version that the engine had when its pieces were sent
 
     @classmethod
     def of(
@@ -316,7 +317,7 @@ class SglangRequest:
         stops: tuple[int, ...],
         seed: int,
         tokenizer: Tokenizer | None = None,
-    ) -> SglangRequest:
+    ) -> SplitRequest:
         return cls(
             rid,
             prompt,
@@ -344,13 +345,13 @@ class SglangRequest:
     def open(self) -> list[_Sampled]:
         return [one for one in self.sampled if one.running]
 
-    def pieces(self, serials: Iterator[int]) -> list[SglangPiece]:
-        """Return the rest of the work, in SGLang's form."""
+    def pieces(self, serials: Iterator[int]) -> list[Piece]:
+        """Return the rest of the work, in the engine's form."""
         prompt: list[int] = self.prompt.tolist()
         namespace = self.keys.name if self.keys is not None else None
         # All ids have one width, because SGLang aborts every request whose id begins with the given one.
         pieces = [
-            SglangPiece(
+            Piece(
                 f"{next(serials):012d}",
                 prompt + one.tokens.tolist(),
                 self._sampling(one),
@@ -384,7 +385,7 @@ class SglangRequest:
                 top=reply.top if self.params.top_logprobs_num else None,
             )
         except ValueError as error:
-            raise GenerationError(f"SGLang gave {error}", retryable=True) from error
+            raise GenerationError(f"the engine gave {error}", retryable=True) from error
         one.completion = Completion.joined([one.completion, piece])
 
     def snapshot(self, moved: int) -> RequestSnapshot:
@@ -394,7 +395,7 @@ class SglangRequest:
         return RequestSnapshot([one.completion for one in sampled], running, moved)
 
     def _so_far(self, number: int, one: _Sampled) -> _Sampled:
-        """Return a completion with the tokens of its piece in SGLang."""
+        """Return a completion with the tokens of its piece in the engine."""
         if (reply := self.heard.get(number)) is None:
             return one
         so_far = replace(one)
@@ -408,7 +409,7 @@ class SglangRequest:
     def _oldest_keys(self, reply: Reply, segments: list[tuple[int, int]]) -> list[tuple[int, int]]:
         """Return the oldest version of the keys that the tokens of a piece may have attended to, as runs.
 
-        SGLang does not tell which version computed a key. A cached one may be as old as its namespace; all others are
+        Engines do not tell which version computed a key. A cached one may be as old as its namespace; all others are
         not older than the piece.
         """
         if self.keys is None or self.keys.name is None:
@@ -418,7 +419,7 @@ class SglangRequest:
 
     def _finish(self, one: _Sampled, reply: Reply) -> None:
         finish = reply.finish
-        full = finish.type == "length" and len(reply.output_ids) >= self.limit  # else SGLang's context is full
+        full = finish.type == "length" and len(reply.output_ids) >= self.limit  # else the engine's context is full
         if full and len(one.tokens) < self.params.max_new_tokens:
             return
         if finish.type != "abort":
@@ -460,7 +461,7 @@ def _segments(reply: Reply) -> list[tuple[int, int]]:
     spans = reply.meta_info.weight_versions
     if spans is None:
         raise GenerationError(
-            "SGLang gave a completion without weight_versions, although it reports them", retryable=True
+            "the engine gave a completion without weight_versions, although it reports them", retryable=True
         )
     return [
         (UNSYNCED if span.version == UNNAMED else int(span.version), span.end - span.start)
@@ -474,7 +475,7 @@ def _segments(reply: Reply) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True, slots=True)
 class KeyNamespace:
-    """A part of SGLang's cache. Requests in one part share the keys of equal beginnings.
+    """A part of the engine's cache. Requests in one part share the keys of equal beginnings.
 
     name    None: the only part, whose keys are dropped when weights are loaded
     oldest  version of its oldest keys
@@ -485,11 +486,11 @@ class KeyNamespace:
 
 
 class KeptKeys:
-    """Which keys of SGLang's cache a request may use.
+    """Which keys of the engine's cache a request may use.
 
     With ``keep`` no load drops keys. Requests in progress keep their namespace; new ones get the current one, and a new
     namespace begins when the oldest keys of the current one are more than ``reuse`` versions older than the weights.
-    SGLang evicts the keys of the earlier ones as it needs their memory.
+    The engine evicts the keys of the earlier ones as it needs their memory.
     """
 
     def __init__(self, *, keep: bool = False, reuse: int = 0) -> None:
@@ -508,7 +509,7 @@ class KeptKeys:
         return not self.keep or before == UNSYNCED or version <= before
 
     def loaded(self, before: int, version: int, *, same: bool) -> None:
-        """Note the weights that SGLang has now. ``same``: as before, under another number."""
+        """Note the weights that the engine has now. ``same``: as before, under another number."""
         if self.drops(before, version):
             self.restart(version)
         elif same and self.current.oldest == before:

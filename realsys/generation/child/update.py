@@ -1,15 +1,15 @@
-"""New weights for SGLang: staged and verified during generation, loaded in a pause.
+"""New weights for an engine: staged and verified during generation, loaded in a pause.
 
     stage, verify ──> hold ──> [drain] ──> interrupt ──> load ──> resume
-                                              │ SGLang reports versions per token: it retracts and resumes requests
+                                              │ the engine reports versions per token: it retracts and resumes requests
                                               └ it does not: it returns them early, and the rest of each is a new
                                                 request, so that every piece has one version
 
-If completions were open, one token is requested behind them: once it arrives, SGLang samples with the new weights.
+If completions were open, one token is requested behind them: once it arrives, the engine samples with the new weights.
 With ``asynchronous.kv_on_update=keep`` the load drops nothing. All requests are returned early, and the rest of each
 finds its keys in the cache. SGLang could pause them in place, but with overlapped scheduling the batch that is computed
 then ends after the load: its tokens would get the new version, and could be computed with weights of both.
-After a load that failed the weights are unknown: SGLang is killed, and starts again unsynced.
+After a load that failed the weights are unknown: the engine is killed, and starts again unsynced.
 
 A version with the weights of the one before is not written and not loaded: only its number is new. No request is
 interrupted, and the cache stays.
@@ -27,10 +27,10 @@ from safetensors import SafetensorError, safe_open
 
 from realsys.errors import GenerationError, RealsysError, WeightsError
 from realsys.generation.backend import Materialise, Materialised
+from realsys.generation.child.contract import Piece, Reply, is_lost
+from realsys.generation.child.requests import Traffic
+from realsys.generation.child.supervisor import EngineRun
 from realsys.generation.protocol import PauseMode, UpdateResult
-from realsys.generation.sglang.api import Reply, SglangPiece, is_lost
-from realsys.generation.sglang.requests import Traffic
-from realsys.generation.sglang.supervisor import SglangRun
 from realsys.observe.spans import span
 
 log = logging.getLogger(__name__)
@@ -54,8 +54,8 @@ class Updater:
         self._timeout_s = timeout_s
         self._order = asyncio.Lock()
         self._control = asyncio.Lock()
-        self._stopped: SglangRun | None = None  # the run that was paused
-        self._newest: SglangRun | None = None  # the run that has the version that was staged last
+        self._stopped: EngineRun | None = None  # the run that was paused
+        self._newest: EngineRun | None = None  # the run that has the version that was staged last
         self._probe: asyncio.Future[list[Reply]] | None = None  # request for one token of the new version
         self.done = 0  # updates that succeeded
 
@@ -74,7 +74,7 @@ class Updater:
             self._traffic.release(PAUSE)
 
     async def update(self, path: str, version: int, *, abort_all: bool) -> UpdateResult:
-        """Stage, verify and load. A bad version is a result; raises GenerationError if SGLang does not serve."""
+        """Stage, verify and load. A bad version is a result; raises GenerationError if the engine does not serve."""
         async with self._order:
             run, begin = self._traffic.serving(), time.perf_counter()
             target = run.scratch / f"v{version:08d}"
@@ -110,7 +110,7 @@ class Updater:
             raise
         return staged
 
-    async def _renumber(self, run: SglangRun, version: int, abort_all: bool, timings: dict[str, float]) -> UpdateResult:
+    async def _renumber(self, run: EngineRun, version: int, abort_all: bool, timings: dict[str, float]) -> UpdateResult:
         """Serve the same weights as ``version``."""
         traffic, begin = self._traffic, time.perf_counter()
         async with self._control:
@@ -125,12 +125,12 @@ class Updater:
             traffic.loaded(version, same=True)
         return UpdateResult(True, f"serving version {version}", {**timings, "load_s": time.perf_counter() - begin})
 
-    def _check_serves(self, run: SglangRun) -> None:
+    def _check_serves(self, run: EngineRun) -> None:
         if self._traffic.serving() is not run:
-            raise GenerationError("SGLang was restarted while the weights were staged", retryable=True)
+            raise GenerationError(f"{run.child.name} was restarted while the weights were staged", retryable=True)
 
     async def _swap(
-        self, run: SglangRun, directory: Path, version: int, abort_all: bool, timings: dict[str, float]
+        self, run: EngineRun, directory: Path, version: int, abort_all: bool, timings: dict[str, float]
     ) -> UpdateResult:
         traffic, ready = self._traffic, time.perf_counter()
         async with self._control:
@@ -154,9 +154,9 @@ class Updater:
             timings["first_token_s"] = time.perf_counter() - end
         return UpdateResult(True, f"serving version {version}", timings)
 
-    async def _samples(self, run: SglangRun, version: int) -> bool:
+    async def _samples(self, run: EngineRun, version: int) -> bool:
         """Wait for one token of the new version, queued behind the completions. False if a pause or an end is first."""
-        piece = SglangPiece(f"first{version:08d}", [0], {"max_new_tokens": 1, "temperature": 0.0})
+        piece = Piece(f"first{version:08d}", [0], {"max_new_tokens": 1, "temperature": 0.0})
         if PAUSE in self._traffic.holds:
             return False
         probe = self._probe = asyncio.ensure_future(run.api.generate([piece], _FIRST_TOKEN_TIMEOUT_S))
@@ -167,8 +167,8 @@ class Updater:
             probe.cancel()
             self._probe = None
 
-    async def _load(self, run: SglangRun, directory: Path, version: int, abort_all: bool) -> tuple[float, float] | str:
-        """Interrupt, load, resume. Returns when the load began and ended, or why SGLang had to be killed."""
+    async def _load(self, run: EngineRun, directory: Path, version: int, abort_all: bool) -> tuple[float, float] | str:
+        """Interrupt, load, resume. Returns when the load began and ended, or why the engine had to be killed."""
         traffic = self._traffic
         flush = traffic.keys.drops(traffic.version, version)
         try:
@@ -186,15 +186,15 @@ class Updater:
         except GenerationError as error:
             # A lost connection is most often a death, whose cause is in the exit status and in the last lines.
             problem = f"{error}; {await run.child.last_words()}" if is_lost(error) else str(error)
-            log.error("update to version %d failed, SGLang is restarted: %s", version, problem)
-            if traffic.run is run:  # it is not, if SGLang has died
-                traffic.down(f"SGLang is killed, because its weights are unknown: {problem}")
+            log.error("update to version %d failed, %s is restarted: %s", version, run.child.name, problem)
+            if traffic.run is run:  # it is not, if the engine has died
+                traffic.down(f"{run.child.name} is killed, because its weights are unknown: {problem}")
             run.child.kill()
             return problem
         return begin, loaded
 
-    async def _interrupt(self, run: SglangRun, mode: PauseMode, *, recall: bool = False) -> None:
-        """Stop SGLang's work. Running requests stay there, or are returned early (see the module's drawing)."""
+    async def _interrupt(self, run: EngineRun, mode: PauseMode, *, recall: bool = False) -> None:
+        """Stop the engine's work. Running requests stay there, or are returned early (see the module's drawing)."""
         traffic = self._traffic
         if mode == "abort" or recall or not run.reports:
             if self._stopped is run:
@@ -206,14 +206,14 @@ class Updater:
             await run.api.pause("retract" if mode == "abort" else mode)
             self._stopped = run
 
-    async def _resume_sglang(self, run: SglangRun) -> None:
+    async def _resume_sglang(self, run: EngineRun) -> None:
         if self._stopped is run:
             await run.api.resume()
             self._stopped = None
 
 
 def check_shapes(directory: Path, expected: Shapes) -> None:
-    """Raise WeightsError unless the directory has exactly these tensors: SGLang keeps old values for missing ones."""
+    """Raise WeightsError unless the directory has exactly these tensors: engines keep old values of others."""
     shapes: dict[str, tuple[int, ...]] = {}
     for path in sorted(directory.glob("*.safetensors")):
         shapes.update(_shapes_in(path))

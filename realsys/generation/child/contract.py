@@ -1,0 +1,226 @@
+"""What an engine in a child process brings: how it is started, and how its HTTP API is called.
+
+    supervisor        ──> EngineLaunch: command line, environment, EngineApi
+    requests, update  ──Piece──> EngineApi ──HTTP, loopback──> engine ──Reply──> requests
+
+Only an engine's own package knows its options and its routes. Replies are decoded tolerantly, because engines add
+fields with every version. A missing field that realsys needs is an error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+
+from realsys.cluster.http_client import CallFailed, HttpClient, OnLine
+from realsys.errors import GenerationError
+from realsys.generation.protocol import PauseMode
+from realsys.types import FinishReason, TopLogprobs
+
+CALL_TIMEOUT_S = 30.0  # bound on calls that do not generate
+PROBE_TIMEOUT_S = 120.0  # of the first token: a first forward pass may compile
+_LOOK_S = 0.01  # between two questions whether a request is at work
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One prompt to complete. ``rid`` must not be a prefix of another one: SGLang aborts by prefix.
+
+    sampling_params  by SGLang's names
+    namespace        part of the engine's cache whose keys it may use; None: the part without a name
+    """
+
+    rid: str
+    input_ids: list[int]
+    sampling_params: dict[str, Any]
+    top_logprobs_num: int = 0
+    namespace: str | None = None
+
+
+class SampledSpan(msgspec.Struct):
+    """Output tokens start..end-1 were sampled by weights ``version``."""
+
+    version: str
+    start: int
+    end: int
+
+
+class PieceEnd(msgspec.Struct):
+    """End of a piece. ``status_code``: HTTP status of an error, which a stream of SGLang has in place of an end."""
+
+    type: FinishReason
+    matched: int | str | list[int] | None = None
+    message: str | None = None
+    status_code: int | None = None
+
+
+class PieceMeta(msgspec.Struct):
+    """Facts about a piece, by SGLang's names. Times are seconds and unix seconds; 0 where the engine tells none."""
+
+    finish_reason: PieceEnd | None
+    completion_tokens: int = 0
+    output_token_logprobs: list[tuple[float, int, str | None]] = []
+    output_top_logprobs: list[list[tuple[float, int, str | None]]] | None = None
+    cached_tokens: int = 0
+    weight_versions: list[SampledSpan] | None = None
+    e2e_latency: float = 0.0
+    queue_time: float = 0.0
+    forward_entry_time: float = 0.0
+    prefill_finished_time: float = 0.0
+
+
+class Reply(msgspec.Struct):
+    """One completion, or one piece of it. A stop token is part of ``output_ids``."""
+
+    output_ids: list[int]
+    meta_info: PieceMeta
+
+    @property
+    def logprobs(self) -> list[float]:
+        return [entry[0] for entry in self.meta_info.output_token_logprobs]
+
+    @property
+    def top(self) -> TopLogprobs:
+        """The most probable tokens at each token; empty if not requested."""
+        return [[(token, value) for value, token, _ in best] for best in self.meta_info.output_top_logprobs or []]
+
+    @property
+    def finish(self) -> PieceEnd:
+        """The end. Raises GenerationError if it has none."""
+        if self.meta_info.finish_reason is None:
+            raise GenerationError("the engine gave a completion without an end", retryable=True)
+        return self.meta_info.finish_reason
+
+
+#: Receives the number of a piece, and its tokens so far.
+OnReply = Callable[[int, Reply], None]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """Tokens in the cache and that fit into it, and most requests that run."""
+
+    used: int
+    capacity: int
+    running: int
+
+
+class EngineApi(ABC):
+    """Calls one run. Every failure is a retryable GenerationError, except status 400: the request is wrong.
+
+    name   the engine's word in messages, and in lower case its log
+    field  section of its settings in the configuration
+    guard  further arguments of the guard of its processes
+    """
+
+    name: str
+    field: str
+    guard: Sequence[str] = ()
+
+    def __init__(self, http: HttpClient, url: str) -> None:
+        self._http = http
+        self._url = url
+
+    @abstractmethod
+    async def prepare(self) -> bool:
+        """Make a new run ready. True if it reports for every token which weights sampled it."""
+
+    @abstractmethod
+    async def generate(self, pieces: Sequence[Piece], timeout_s: float, on_reply: OnReply | None = None) -> list[Reply]:
+        """Complete all pieces, at least one. Returns when the last one is complete.
+
+        ``on_reply`` receives the pieces as they are sampled; ``timeout_s`` then bounds the time without a token.
+        """
+
+    @abstractmethod
+    async def abort(self, rids: Sequence[str]) -> None:
+        """End pieces with the tokens they have. One that the engine has not read yet may go on."""
+
+    @abstractmethod
+    async def abort_all(self) -> None:
+        """As ``abort``, for all."""
+
+    @abstractmethod
+    async def pause(self, mode: PauseMode) -> None:
+        """Stop sampling. Only for a run that reports versions."""
+
+    @abstractmethod
+    async def resume(self) -> None:
+        """Continue after ``pause``."""
+
+    @abstractmethod
+    async def drop_cache(self) -> str:
+        """Drop the cache, or return why that is impossible: a request is still at work."""
+
+    @abstractmethod
+    async def load(self, directory: Path, version: int, timeout_s: float, *, flush: bool) -> None:
+        """Load weights; ``flush`` drops the cache. After a GenerationError the run's weights are unknown."""
+
+    @abstractmethod
+    async def renumber(self, version: int) -> None:
+        """Call the weights that the run has ``version``. Running requests continue, with their earlier versions."""
+
+    @abstractmethod
+    async def read_load(self, timeout_s: float) -> EngineLoad:
+        """Return the load. Raises GenerationError if this engine does not report it."""
+
+    @abstractmethod
+    async def samples(self, timeout_s: float) -> bool:
+        """Return True if the run samples a token, for a running request or else for this call.
+
+        While it is paused or loads weights the result is False.
+        """
+
+    async def idle(self) -> None:
+        """Return when no request is at work and the cache is empty: an engine sends the last answer a moment before.
+
+        Raises GenerationError after ``CALL_TIMEOUT_S``.
+        """
+        end = time.monotonic() + CALL_TIMEOUT_S
+        while problem := await self.drop_cache():
+            if time.monotonic() > end:
+                raise GenerationError(problem, retryable=True)
+            await asyncio.sleep(_LOOK_S)
+
+    async def send(
+        self, path: str, body: object, timeout_s: float = CALL_TIMEOUT_S, on_line: OnLine | None = None
+    ) -> bytes:
+        """POST ``body`` as JSON, or GET if it is None. Returns the body of the reply, without lines for ``on_line``."""
+        try:
+            return await self._http.call(self._url + path, body, timeout_s, on_line=on_line)
+        except CallFailed as error:
+            raise GenerationError(f"{self.name}{path}: {error}", retryable=error.status != 400) from error
+
+
+class EngineLaunch(Protocol):
+    """Settings of one start."""
+
+    @property
+    def api(self) -> type[EngineApi]: ...
+
+    @property
+    def model_path(self) -> Path: ...
+
+    def command(self, port: int) -> list[str]:
+        """Return argv."""
+
+    def environment(self) -> dict[str, str]: ...
+
+    def sized(self) -> EngineLaunch:
+        """Return the launch for the memory that is free now."""
+
+    def after_failure(self, error: str) -> EngineLaunch | None:
+        """Return the next launch after one that did not start; None if it would fail again."""
+
+
+def is_lost(error: GenerationError) -> bool:
+    """Return True if the connection of the call broke before a reply."""
+    cause = error.__cause__
+    return isinstance(cause, CallFailed) and not cause.status and not cause.timed_out

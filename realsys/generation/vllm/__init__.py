@@ -1,0 +1,1 @@
+"""Backend that runs vLLM's own server in a child process: docs/generation.md#vllm."""

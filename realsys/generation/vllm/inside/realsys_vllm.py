@@ -1,0 +1,37 @@
+"""Part of each worker process of vLLM (``--worker-extension-cls``), which imports it from this folder."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_GREEDY = 1e-5  # vLLM takes lower temperatures for 0
+
+
+class Worker:
+    """Methods that vLLM's worker gets, for calls through ``/collective_rpc``."""
+
+    model_runner: Any
+    reload_weights: Any
+
+    def report_trained_logprobs(self) -> None:
+        """Make the log-probs those of softmax(logits / temperature), of the logits before penalties and cuts.
+
+        vLLM's own are of temperature 1, or else of the distribution that is left after penalties, top-k and top-p.
+        """
+        sampler = self.model_runner.sampler
+        plain = sampler.compute_logprobs
+
+        def note_temperature(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+            temperature = kwargs["sampling_metadata"].temperature  # [rows]; None: all rows are greedy
+
+            def scaled(logits: Any) -> Any:
+                divisors = temperature.masked_fill(temperature < _GREEDY, 1.0)
+                return plain(logits.float() / divisors[:, None])
+
+            sampler.compute_logprobs = plain if temperature is None else scaled
+
+        sampler.register_forward_pre_hook(note_temperature, with_kwargs=True)
+
+    def load_version(self, directory: str) -> None:
+        """Load the weights of an HF folder in place."""
+        self.reload_weights(weights_path=directory)
