@@ -7,7 +7,7 @@ SGLANG_VENV := .venv-sglang
 SGLANG_TESTS := tests/unit/generation/sglang tests/contracts/generation/test_generation_http.py \
 	tests/contracts/generation/test_generation_updates.py tests/contracts/generation/test_generation_top.py \
 	tests/contracts/generation/test_generation_kept_keys.py tests/contracts/generation/test_generation_gateway.py \
-	tests/contracts/generation/test_generation_grammars.py \
+	tests/contracts/generation/test_generation_grammars.py tests/contracts/generation/test_generation_continued.py \
 	tests/system/generation/test_sglang_job.py \
 	tests/system/generation/test_sglang_turns_job.py
 AGENTS_VENV := .venv-agents

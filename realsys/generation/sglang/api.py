@@ -62,14 +62,14 @@ class Reply(msgspec.Struct):
     output_ids: list[int]
     meta_info: _Meta
 
-    @property
-    def logprobs(self) -> list[float]:
-        return [entry[0] for entry in self.meta_info.output_token_logprobs]
+    def logprobs(self, begin: int = 0) -> list[float]:
+        """Return those of the tokens from ``begin`` on."""
+        return [entry[0] for entry in self.meta_info.output_token_logprobs[begin:]]
 
-    @property
-    def top(self) -> TopLogprobs:
-        """The most probable tokens at each token; empty if not requested."""
-        return [[(token, value) for value, token, _ in best] for best in self.meta_info.output_top_logprobs or []]
+    def top(self, begin: int = 0) -> TopLogprobs:
+        """Return the most probable tokens at each token from ``begin`` on; empty if not requested."""
+        tops = self.meta_info.output_top_logprobs or []
+        return [[(token, value) for value, token, _ in best] for best in tops[begin:]]
 
     @property
     def finish(self) -> _Finish:
@@ -159,6 +159,7 @@ class _Updated(msgspec.Struct):
 class SglangPiece:
     """One prompt to complete. ``rid`` must not be a prefix of another one: SGLang aborts by prefix.
 
+    ``priority``: those with a higher one are first in SGLang's queue.
     ``namespace``: part of SGLang's cache whose keys it may use; None: the part without a name.
     """
 
@@ -166,6 +167,7 @@ class SglangPiece:
     input_ids: list[int]
     sampling_params: dict[str, Any]
     top_logprobs_num: int = 0
+    priority: int = 0
     namespace: str | None = None
 
 
@@ -187,18 +189,20 @@ class SglangApi:
     ) -> list[Reply]:
         """Complete all pieces in one request. Returns when the last one is complete.
 
-        ``on_reply`` receives the pieces as they are sampled; ``timeout_s`` then bounds the time without a token.
+        ``on_reply`` receives the pieces as they are sampled, every ``stream_interval`` tokens; ``timeout_s`` then
+        bounds the time without a token.
         """
         body = {
             "rid": [piece.rid for piece in pieces],
             "input_ids": [piece.input_ids for piece in pieces],
             "sampling_params": [piece.sampling_params for piece in pieces],
             "return_logprob": True,
+            "priority": pieces[0].priority,  # they have the same
         }
         if tops := [piece.top_logprobs_num for piece in pieces if piece.top_logprobs_num]:
             body["top_logprobs_num"] = max(tops)  # the pieces of one request want the same number
         if pieces[0].namespace is not None:
-            body["extra_key"] = pieces[0].namespace  # they have the same, too
+            body["extra_key"] = pieces[0].namespace  # the same, too
         if on_reply is None:
             replies = decode_reply("SGLang/generate", await self._send("/generate", body, timeout_s), list[Reply])
         else:
@@ -211,8 +215,7 @@ class SglangApi:
 
     async def abort(self, rids: Sequence[str]) -> None:
         """End requests. SGLang silently ignores the abort of a request that it has not read yet."""
-        for rid in rids:
-            await self._send("/abort_request", {"rid": rid})
+        await asyncio.gather(*(self._send("/abort_request", {"rid": rid}) for rid in rids))
 
     async def abort_all(self) -> None:
         await self._send("/abort_request", {"rid": "", "abort_all": True})
