@@ -15,7 +15,7 @@ from realsys.train.master.step_statistics import StepLog
 
 async def serve(ctx: WorkerContext) -> None:
     """Evaluate until done or stopped."""
-    names, connect_s = ctx.names, ctx.config.cluster.connect_timeout_s
+    names, connect_s = ctx.names, ctx.config.cluster.start_timeout_s
     step_log = StepLog(ctx.paths.steps, ctx.check_alive)
     manager = ManagerClient(
         lambda: ctx.store.wait(names.gserver_manager, connect_s, "the gserver_manager"),

@@ -36,7 +36,7 @@ async def serve(ctx: WorkerContext) -> None:
     ctx.register(names.request_reply, msgspec.json.encode(address).decode())
     step_log = StepLog(ctx.paths.steps, ctx.check_alive)
     manager = ManagerClient(
-        lambda: ctx.store.wait(names.gserver_manager, cluster.connect_timeout_s, "the gserver_manager"),
+        lambda: ctx.store.wait(names.gserver_manager, cluster.start_timeout_s, "the gserver_manager"),
         ctx.token,
         check_alive=ctx.check_alive,
     )

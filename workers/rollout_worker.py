@@ -32,7 +32,7 @@ async def serve(ctx: WorkerContext) -> None:
     tokenizer = TextTokenizer(model)
     prompts = PromptDataset(config, ctx.paths, tokenizer)
     manager = ManagerClient(
-        lambda: ctx.store.wait(names.gserver_manager, cluster.connect_timeout_s, "the address of the gserver_manager"),
+        lambda: ctx.store.wait(names.gserver_manager, cluster.start_timeout_s, "the address of the gserver_manager"),
         ctx.token,
         retry_timeout_s=cluster.connect_timeout_s,
         # Time for a server to restart and to load its weights.
@@ -41,7 +41,7 @@ async def serve(ctx: WorkerContext) -> None:
     )
     heads = parse_allocation(config.allocation).actor.data
     pusher = Pusher(
-        lambda dp: ctx.store.wait(names.pull(dp), cluster.connect_timeout_s, f"the push-pull address of DP head {dp}"),
+        lambda dp: ctx.store.wait(names.pull(dp), cluster.start_timeout_s, f"the push-pull address of DP head {dp}"),
         receivers_of(ctx.index, config.rollout.workers, heads),
         ctx.name,
         keys=keys_for(cluster.host, ctx.paths.keys),

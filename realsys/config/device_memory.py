@@ -328,7 +328,7 @@ def host_use(config: Config, allocation: Allocation, flow: Dataflow, here: OnHos
         processes=here.processes,
         snapshot=int(_snapshot_bytes(config, allocation) * min(1.0, trainer * allocation.actor.data) * pinned),
         offload=int(_offloaded_bytes(config, allocation, flow, on_gpu=here.ranks_on_gpu) * trainer),
-        checkpoint=int(_checkpoint_bytes(config, flow) * trainer),
+        checkpoint=int(_checkpoint_bytes(config, flow) * trainer * pinned),
         published=int(weights * (pinned + (config.weights.delta == "auto") + kept) * trainer),
         staged=min(1, here.servers) * weights + here.servers * fused,
         ranks=int(ranks * trainer),

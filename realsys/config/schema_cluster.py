@@ -117,6 +117,11 @@ class SlurmConfig(Section):
 # ---- the section cluster
 
 
+#: seconds for each node at the start: all of them read their libraries, gigabytes of torch, from one file system, and
+#: then every rank connects to others
+_START_S = 8.0
+
+
 class ClusterConfig(Section):
     """Hosts, time limits and restarts of all processes."""
 
@@ -173,7 +178,9 @@ class ClusterConfig(Section):
         20.0, description="seconds without a heartbeat after which a worker counts as dead; at least 2 * heartbeat_s"
     )
     connect_timeout_s: PositiveFloat = Field(
-        120.0, description="seconds that a worker waits for another worker at the start"
+        120.0,
+        description="seconds that a worker waits for another worker at the start, and 8 more for each of `nodes`; that"
+        " the launcher waits for a node",
     )
     request_timeout_s: PositiveFloat = Field(
         1800.0, description="seconds that one model function call, or handing over one group, may take"
@@ -198,6 +205,11 @@ class ClusterConfig(Section):
     def machines(self) -> int:
         """Machines of the trial, spares included; 0: this one alone."""
         return self.nodes + self.spare_nodes if self.nodes else 0
+
+    @property
+    def start_timeout_s(self) -> float:
+        """Seconds that a worker waits for another worker at the start."""
+        return self.connect_timeout_s + _START_S * self.nodes
 
 
 # ---- the section telemetry: trackers and timeline (docs/metrics.md#trackers, docs/observe.md)

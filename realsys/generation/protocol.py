@@ -23,6 +23,7 @@ from realsys.types import LOWEST_TEMPERATURE, FinishReason, TopLogprobs, is_temp
 PauseMode = Literal["abort", "retract", "in_place"]
 LOWEST_PENALTY = 1e-3
 MOST_TOP_LOGPROBS = 20
+CONTINUES = 1  # priority of a request that continues a completion or an episode; a new prompt has 0
 #: version of a server that has not loaded published weights yet
 UNSYNCED = -1
 UNNAMED = "default"  # SGLang's name for the weights that it started with
@@ -37,6 +38,8 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     but not for min_new_tokens and max_new_tokens. ``top_logprobs_num`` is a field of the request in SGLang's API:
     the reply has that many most probable tokens for each token, with their log-probs. ``structural_tag`` is the grammar
     of the completion, as JSON of xgrammar: tokens that break it are not sampled, and the log-probs are of what is left.
+    ``priority`` is a field of the request in SGLang's API, too: of the requests that wait, those with a higher one are
+    first. It does not interrupt running ones.
     """
 
     temperature: float = 1.0
@@ -55,6 +58,7 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     answer_prefix: int = 0
     top_logprobs_num: int = 0
     structural_tag: str = ""
+    priority: int = 0
 
     @property
     def penalised(self) -> bool:

@@ -33,6 +33,7 @@ from msgspec.structs import replace
 from realsys.errors import GenerationError, ServerBusy, ServerSilent
 from realsys.generation.client import GenerationClient, Received, SamplingSpec
 from realsys.generation.completion import Completion
+from realsys.generation.protocol import CONTINUES
 from realsys.manager.messages import MOST_RELEASED, ScheduleReply, ScheduleRequest, prefix_hashes
 from realsys.observe.spans import span
 from realsys.types import I32, FinishReason, Ticket, sampling_seed
@@ -261,6 +262,8 @@ class ResumableEngine:
         Raises GenerationError if the server refuses the request.
         """
         rid, spec = f"{call.rid}.{trip}", call.spec
+        if call.previous is not None or any(completion.segments for completion in pending):
+            call = dataclasses.replace(call, spec=(spec := replace(spec, priority=CONTINUES)))
         if len(pending) == spec.n and not any(completion.segments for completion in pending):
             piece = _piece(spec, spec.max_new_tokens)
             if piece < spec.max_new_tokens:

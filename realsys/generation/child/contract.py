@@ -34,6 +34,7 @@ class Piece:
     """One prompt to complete. ``rid`` must not be a prefix of another one: SGLang aborts by prefix.
 
     sampling_params  by SGLang's names
+    priority         those with a higher one are first in the engine's queue
     namespace        part of the engine's cache whose keys it may use; None: the part without a name
     """
 
@@ -41,6 +42,7 @@ class Piece:
     input_ids: list[int]
     sampling_params: dict[str, Any]
     top_logprobs_num: int = 0
+    priority: int = 0
     namespace: str | None = None
 
 
@@ -82,14 +84,14 @@ class Reply(msgspec.Struct):
     output_ids: list[int]
     meta_info: PieceMeta
 
-    @property
-    def logprobs(self) -> list[float]:
-        return [entry[0] for entry in self.meta_info.output_token_logprobs]
+    def logprobs(self, begin: int = 0) -> list[float]:
+        """Return those of the tokens from ``begin`` on."""
+        return [entry[0] for entry in self.meta_info.output_token_logprobs[begin:]]
 
-    @property
-    def top(self) -> TopLogprobs:
-        """The most probable tokens at each token; empty if not requested."""
-        return [[(token, value) for value, token, _ in best] for best in self.meta_info.output_top_logprobs or []]
+    def top(self, begin: int = 0) -> TopLogprobs:
+        """Return the most probable tokens at each token from ``begin`` on; empty if not requested."""
+        tops = self.meta_info.output_top_logprobs or []
+        return [[(token, value) for value, token, _ in best] for best in tops[begin:]]
 
     @property
     def finish(self) -> PieceEnd:

@@ -145,14 +145,14 @@ class ChildEngine:
         return self._loop.call(functools.partial(self._abort, rid))
 
     def snapshot(self, rid: str, beyond: int = -1) -> Future[RequestSnapshot | None]:
-        """Return the state of a request. Without a stream, tokens are in it once their piece is back."""
+        """Return the state of a request. Without a stream, tokens are in it EVENT_TOKENS later at most."""
         return self._loop.call(functools.partial(self._snapshot, rid, beyond))
 
     def abort_all(self) -> Future[None]:
         return self._loop.call(self._abort_all)
 
     def info(self) -> Future[ServerInfo]:
-        """Return load and counters. ``generated_tokens`` counts returned tokens; engines report no ``steps``."""
+        """Return load and counters. ``generated_tokens`` counts those received; engines do not report ``steps``."""
         return self._loop.call(self._info)
 
     # ---- the event loop
@@ -178,7 +178,7 @@ class ChildEngine:
         self._on_change(Change(None, reason))
 
     async def _snapshot(self, rid: str, beyond: int) -> RequestSnapshot | None:
-        # While the engine samples, every request in it moves, although tokens may arrive only at the end of a piece.
+        # While the engine samples, every request in it gets closer to its end.
         while (snapshot := self._traffic.snapshot(rid, self._supervisor.proofs)) and snapshot.tokens <= beyond:
             await self._traffic.moves(rid)
         return snapshot

@@ -1,9 +1,10 @@
 """New weights for an engine: staged and verified during generation, loaded in a pause.
 
     stage, verify ──> hold ──> [drain] ──> interrupt ──> load ──> resume
-                                              │ the engine reports versions per token: it retracts and resumes requests
-                                              └ it does not: it returns them early, and the rest of each is a new
-                                                request, so that every piece has one version
+                                              │ the engine returns requests early, and the rest of each is a new
+                                              │ request: before new prompts, and of one version
+                                              └ with a grammar, which cannot continue: retracts and resumes them, if
+                                                it reports versions per token
 
 If completions were open, one token is requested behind them: once it arrives, the engine samples with the new weights.
 With ``asynchronous.kv_on_update=keep`` the load drops nothing. All requests are returned early, and the rest of each
@@ -201,7 +202,7 @@ class Updater:
                 await run.api.pause("retract")  # a completion that is paused in place would not be returned
             await traffic.recall(traffic.abort() if mode == "abort" else traffic.under_way())
         elif self._stopped is not run:
-            await traffic.recall(traffic.streams())
+            await traffic.recall(traffic.divisible())
         if run.reports:
             await run.api.pause("retract" if mode == "abort" else mode)
             self._stopped = run

@@ -15,6 +15,7 @@ until some end or join.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -159,7 +160,10 @@ class Scheduler:
         self._by_rid: dict[str, Request] = {}
 
     def submit(self, request: Request) -> None:
-        """Queue a request. Raises GenerationError if the queue is full or the id is in use."""
+        """Queue a request behind those of its priority.
+
+        Raises GenerationError if the queue is full or the id is in use.
+        """
         if request.rid in self._by_rid:
             raise GenerationError(f"rid={request.rid!r} is the id of a request in progress: ids must be unique")
         count = request.params.n
@@ -170,11 +174,12 @@ class Scheduler:
                 f"max_queued={self.max_queued}: try again later or use another server"
             )
         self._by_rid[request.rid] = request
-        self._queue.append(request)
+        place = bisect_right(self._queue, -request.params.priority, key=lambda queued: -queued.params.priority)
+        self._queue.insert(place, request)
         self.queued += count
 
     def admit(self) -> list[LiveCompletion]:
-        """Give free slots to queued completions, in the order in which they were queued."""
+        """Give free slots to queued completions, in the order of the queue."""
         admitted: list[LiveCompletion] = []
         while self._queue and self._free_slots:
             request = self._queue[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -117,11 +118,12 @@ class SglangApi(EngineApi):
             "input_ids": [piece.input_ids for piece in pieces],
             "sampling_params": [piece.sampling_params for piece in pieces],
             "return_logprob": True,
+            "priority": pieces[0].priority,  # they have the same
         }
         if tops := [piece.top_logprobs_num for piece in pieces if piece.top_logprobs_num]:
             body["top_logprobs_num"] = max(tops)  # the pieces of one request want the same number
         if pieces[0].namespace is not None:
-            body["extra_key"] = pieces[0].namespace  # they have the same, too
+            body["extra_key"] = pieces[0].namespace  # the same, too
         if on_reply is None:
             replies = decode_reply("SGLang/generate", await self.send("/generate", body, timeout_s), list[Reply])
         else:
@@ -134,8 +136,7 @@ class SglangApi(EngineApi):
 
     async def abort(self, rids: Sequence[str]) -> None:
         """End requests. SGLang silently ignores the abort of a request that it has not read yet."""
-        for rid in rids:
-            await self.send("/abort_request", {"rid": rid})
+        await asyncio.gather(*(self.send("/abort_request", {"rid": rid}) for rid in rids))
 
     async def abort_all(self) -> None:
         await self.send("/abort_request", {"rid": "", "abort_all": True})

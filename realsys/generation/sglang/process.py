@@ -120,6 +120,9 @@ class Launch:
             "log-level": "warning",
             "skip-tokenizer-init": not self.tokenizer,
             "incremental-streaming-output": True,  # an event has its new tokens, not all of them again
+            # Continuations before new prompts. SGLang knows priorities with some policies only.
+            "enable-priority-scheduling": (ordered := self.options.get("schedule-policy", "fcfs") in ("fcfs", "lof")),
+            "disable-priority-preemption": ordered,
         }
         if not self.gpus:
             options |= {

@@ -98,7 +98,8 @@ class _Sampled:
         if data != line and data != b"[DONE]":
             self.take(decode_reply(f"vLLM{_GENERATE}", data, _Answer))
             if self._on_reply is not None:
-                self._on_reply(self._index, self.reply)
+                so_far = msgspec.structs.replace(self.reply.meta_info)  # keeps the number of tokens of this event
+                self._on_reply(self._index, Reply(self.reply.output_ids, so_far))
 
     def take(self, answer: _Answer) -> None:
         """Add what an answer brings. Raises GenerationError for an error."""
@@ -159,6 +160,7 @@ class VllmApi(EngineApi):
             "request_id": piece.rid,
             "token_ids": piece.input_ids,
             "sampling_params": sampling_params(piece),
+            "priority": -piece.priority,  # vLLM takes the lowest first
             **({} if piece.namespace is None else {"cache_salt": f"keys-{piece.namespace}"}),
         }
         sampled = _Sampled(piece.top_logprobs_num, on_reply, index)
@@ -234,7 +236,8 @@ def sampling_params(piece: Piece) -> dict[str, Any]:
         raise GenerationError(
             "sampling_params.repetition_penalty: vLLM would apply it to the prompt, too; leave it at 1"
         )
-    given.pop("no_stop_trim", None)
+    for name in ("no_stop_trim", "stream_interval"):  # each token is an event
+        given.pop(name, None)
     if (seed := given.pop("sampling_seed", None)) is not None:
         # vLLM begins each request with the first numbers of its seed: the rest of a completion must not repeat them.
         given["seed"] = completion_seed(seed, len(piece.input_ids))

@@ -33,6 +33,7 @@ _OURS = frozenset(
         "logprobs-mode",
         "enable-scale-out",
         "tokens-only",
+        "scheduling-policy",
         "speculative-config",
         "pipeline-parallel-size",
         "data-parallel-size",
@@ -92,6 +93,7 @@ class VllmLaunch:
         fixed: dict[str, Any] = {
             "host": LOOPBACK,
             "port": port,
+            "scheduling-policy": "priority",  # continuations before new prompts
             "enable-scale-out": True,  # the route that takes and returns tokens
             "enable-prompt-tokens-details": True,  # tokens that its cache had
             "max-logprobs": MAX_LOGPROBS,

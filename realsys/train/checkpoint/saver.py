@@ -1,6 +1,6 @@
 """Training state of one role on one rank: saved while training continues, and loaded into any layout.
 
-    begin()   copies this rank's share to host memory                      training waits
+    begin()   copies this rank's share to host memory, which stays pinned  training waits
     a thread  writes the tensors, syncs, then writes the index of them     training continues
     finish()  waits for the thread, and raises its error
 
@@ -18,7 +18,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,7 @@ from realsys.train.megatron import lora
 from realsys.train.megatron.collectives import ReplicaReader, agreed
 from realsys.train.megatron.megatron_core import DistributedOptimizer, megatron_random
 from realsys.train.megatron.mesh import MeshGroups
+from realsys.train.megatron.offload import OffloadCopies
 from realsys.train.worker.call_handlers import Role, onloaded
 
 log = logging.getLogger(__name__)
@@ -69,6 +70,7 @@ class CheckpointWriter:
         self._role = role
         self._write = write
         self._timeout_s = timeout_s or _SHARE * role.config.cluster.request_timeout_s
+        self._copies = OffloadCopies(role.device)
         self._path = Path()  # file that is being written
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -84,7 +86,9 @@ class CheckpointWriter:
         role = self._role
         layout = role.groups.mesh.layout
         with onloaded(role):
-            snapshots = list(_snapshots(role))
+            pieces = dict(enumerate(_snapshots(role)))
+            copies = self._copies.take((str(number), piece.data) for number, piece in pieces.items())
+        snapshots = [replace(piece, data=copies[str(number)]) for number, piece in pieces.items()]
         stem = files.rank_stem(role.name, role.groups.rank, layout.world_size)
         phase = role.engine.phase
         index = RankIndex(

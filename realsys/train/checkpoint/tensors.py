@@ -133,7 +133,7 @@ def _cut(shard: TensorShard, dim: int, total: int) -> TensorShard:
 
 @dataclass(frozen=True, slots=True)
 class TensorSnapshot:
-    """A copy of one piece in host memory: ``data`` [n] is the flattened ``box`` from ``start`` on."""
+    """One piece of a tensor: ``data`` [n] is the flattened ``box`` from ``start`` on, at last a copy on the host."""
 
     kind: str
     name: str
@@ -160,11 +160,10 @@ class TensorSnapshot:
 
 
 def snapshot(kind: str, shard: TensorShard, flat: torch.Tensor, start: int = 0) -> Iterator[TensorSnapshot]:
-    """Yield copies of ``flat`` [n], which is the flattened shard from ``start`` on."""
+    """Yield the pieces of ``flat`` [n], which is the flattened shard from ``start`` on. They are no copies."""
     begin = 0
     for box, low, high in shard.ranges(start, start + flat.numel()):
-        data = flat[begin : begin + high - low].detach().to("cpu", copy=True)
-        yield TensorSnapshot(kind, shard.name, shard.whole, box, low, data)
+        yield TensorSnapshot(kind, shard.name, shard.whole, box, low, flat[begin : begin + high - low].detach())
         begin += high - low
 
 

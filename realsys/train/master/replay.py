@@ -97,7 +97,7 @@ async def replay(ctx: WorkerContext, stream: MasterStream) -> None:
     """
     config, root = ctx.config, ctx.paths.root
     job = msgspec.json.decode((root / "replay.json").read_bytes(), type=ReplayJob)
-    await stream.barrier(range(parse_allocation(config.allocation).workers), config.cluster.connect_timeout_s)
+    await stream.barrier(range(parse_allocation(config.allocation).workers), config.cluster.start_timeout_s)
     meshes = meshes_of(config)
     workers = ModelWorkers(RoutedStream(stream, routing_table(meshes)), meshes, config.cluster.request_timeout_s)
     run = Replay(config, ctx.paths, job, workers)

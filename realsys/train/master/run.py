@@ -132,7 +132,7 @@ class MasterRun:
         start = await on_disk(f"verifying {root}", timeout_s, lambda: find_start(root, resumed_from))
         requested = await self._roll_back(start)
         await self._status.enter("connect")
-        await parts.connections.stream.barrier(range(parts.world_size), cluster.connect_timeout_s)
+        await parts.connections.stream.barrier(range(parts.world_size), cluster.start_timeout_s)
         # a reference loaded before the warm-up would be the untrained model, and its KL would pull the actor back to it
         followers = (
             []

@@ -69,11 +69,11 @@ class RankSeat:
 def rendezvous(seat: RankSeat, device: Device) -> Iterator[str]:
     """Keep torch.distributed initialised inside the block, over all ranks. Yields the MasterWorker's address.
 
-    Raises WaitTimeout, which names the missing process, after ``cluster.connect_timeout_s`` (2 s later if torch itself
+    Raises WaitTimeout, which names the missing process, after ``cluster.start_timeout_s`` (2 s later if torch itself
     waits), and WaitTimeout when the process gets a signal to stop. The process must end then, because its thread may
     still wait.
     """
-    limit_s = seat.cluster.connect_timeout_s
+    limit_s = seat.cluster.start_timeout_s
     meeting = _Meeting(seat, limit_s)
 
     def join() -> str:

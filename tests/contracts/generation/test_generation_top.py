@@ -80,7 +80,7 @@ def test_progress_has_the_top_logprobs_so_far(server):
             arrived = part.top or []  # None before the first token
             assert [tuple(map(tuple, best)) for best in arrived] == [tuple(best) for best in answer.top[: len(arrived)]]
             assert len(arrived) == len(part.tokens)
-        if not server.pieces:
+        if server.seeded:  # else the completions may be too short
             assert received.completions[0].top
         await client.close()
 

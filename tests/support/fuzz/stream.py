@@ -141,7 +141,7 @@ def replies() -> Iterator[Target]:
     yield Target(
         "reply: SGLang",
         examples(list[sglang_api.Reply]),
-        lambda data: [r.logprobs for r in generation_client.decode_reply("SGLang", data, list[sglang_api.Reply])],
+        lambda data: [r.logprobs() for r in generation_client.decode_reply("SGLang", data, list[sglang_api.Reply])],
         (GenerationError,),
     )
     manager = ManagerClient(lambda: "", "")

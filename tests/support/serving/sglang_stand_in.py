@@ -9,6 +9,7 @@ Usage: sglang_stand_in.py [--fail | --silent | --reports] [--loads] [--idle] [--
 """
 
 import argparse
+import functools
 import json
 import mmap
 import os
@@ -33,12 +34,14 @@ class State:
 
 class Handler(BaseHTTPRequestHandler):
     state: State
+    protocol_version = "HTTP/1.1"
     loads: mmap.mmap
     used = False
+    idle = False
     lingers = False
 
     def handle_one_request(self) -> None:
-        if self.protocol_version == "HTTP/1.0" or not self.used:
+        if not self.used:
             super().handle_one_request()
             self.used = True
         else:  # as if the connection had just been idle for too long
@@ -56,11 +59,15 @@ class Handler(BaseHTTPRequestHandler):
             if self.path == "/generate":
                 jobs = zip(body["rid"], body["input_ids"], body["sampling_params"], strict=True)
                 if streams := body.get("stream", False):
-                    self.send_response(200)
-                    self.end_headers()
-                answers = [self._generate(*job, self._event if streams else None) for job in jobs]
+                    self._head(200, "Transfer-Encoding", "chunked")
+                answers = [
+                    self._generate(*job, functools.partial(self._event, index) if streams else None)
+                    for index, job in enumerate(jobs)
+                ]
                 state.lingers = 2 if self.lingers else 0
-                if not streams:
+                if streams:
+                    self._chunk(b"")
+                else:
                     self._reply(answers)
             elif self.path == "/abort_request":
                 state.aborted |= {"all"} if body.get("abort_all") else {body["rid"]}
@@ -86,8 +93,11 @@ class Handler(BaseHTTPRequestHandler):
             else:
                 self._reply({})
 
-    def _event(self, answer: dict) -> None:
-        self.wfile.write(b"data: " + json.dumps(answer).encode() + b"\n\n")
+    def _event(self, index: int, answer: dict) -> None:
+        self._chunk(b"data: " + json.dumps({**answer, "index": index}).encode() + b"\n\n")
+
+    def _chunk(self, data: bytes) -> None:
+        self.wfile.write(f"{len(data):x}\r\n".encode() + data + b"\r\n")
         self.wfile.flush()
 
     def _generate(self, rid: str, prompt: list[int], params: dict, event: Callable[[dict], None] | None) -> dict:
@@ -102,10 +112,12 @@ class Handler(BaseHTTPRequestHandler):
         count = count // 2 if stalls else count
         tokens = [(prompt[-1] + 1 + i) % 90 for i in range(count)]
         logprob = -1.0 if state.version == "default" else -1 - int(state.version) / 100
-        for end in range(1, count + 1 if event else 1):
+        sent = 0
+        for end in range(1, count + 1 if event else 1, params.get("stream_interval", 1)):
             meta = {"finish_reason": None, "completion_tokens": end}
-            meta["output_token_logprobs"] = [[logprob, tokens[end - 1], None]]
-            event({"output_ids": tokens[end - 1 : end], "meta_info": meta})
+            meta["output_token_logprobs"] = [[logprob, token, None] for token in tokens[sent:end]]
+            event({"output_ids": tokens[sent:end], "meta_info": meta})
+            sent = end
         if stalls:
             state.aborted.clear()
             state.changed.wait_for(lambda: {"all", rid} & state.aborted, timeout=600)
@@ -121,15 +133,20 @@ class Handler(BaseHTTPRequestHandler):
             meta["weight_versions"] = [{"version": state.version, "start": 0, "end": count}]
         answer = {"output_ids": tokens, "meta_info": {**meta, "completion_tokens": count}}
         if event:  # as SGLang ends a request that waits: one token again, and all log-probs
-            event({**answer, "output_ids": tokens[-1:]})
+            event({**answer, "output_ids": tokens[max(0, sent - 1) :]})
         return answer
 
     def _reply(self, value: object, status: int = 200) -> None:
         data = json.dumps(value).encode()
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
+        self._head(status, "Content-Length", str(len(data)))
         self.wfile.write(data)
+
+    def _head(self, status: int, name: str, value: str) -> None:
+        self.send_response(status)
+        self.send_header(name, value)
+        if not self.idle:
+            self.send_header("Connection", "close")
+        self.end_headers()
 
     def log_message(self, *_: object) -> None:
         pass
@@ -155,9 +172,7 @@ def main() -> None:
     print(f"helper {sleeper.pid}", flush=True)
     if arguments.silent:
         threading.Event().wait(600)
-    if arguments.idle:
-        Handler.protocol_version = "HTTP/1.1"
-    Handler.state, Handler.lingers = State(arguments.reports), arguments.lingers
+    Handler.state, Handler.idle, Handler.lingers = State(arguments.reports), arguments.idle, arguments.lingers
     ThreadingHTTPServer(("127.0.0.1", arguments.port), Handler).serve_forever()
 
 

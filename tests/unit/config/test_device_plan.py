@@ -24,6 +24,7 @@ from realsys.config.device_plan import (
     tensor_groups,
 )
 from realsys.config.machine import Machine, NodeDevices
+from realsys.config.schema_cluster import ClusterConfig
 from realsys.errors import ConfigError
 from tests.support.processes.config_trees import changed
 
@@ -141,6 +142,11 @@ def test_node_without_memory_for_processes_is_refused():
     block = Block(RANK, range(2), 0, 1, 3 * GIB)
     with pytest.raises(ConfigError, match=r"need about 6\.0 GiB, 5\.0 GiB are free on a"):
         place([NodeDevices("a", 8, 5 * GIB, 0)], [block], "serve.d1+d2")
+
+
+def test_workers_on_many_nodes_have_more_time_to_start():
+    one, many = (ClusterConfig(connect_timeout_s=100, nodes=nodes) for nodes in (0, 64))
+    assert (one.start_timeout_s, many.start_timeout_s) == (100, 612)
 
 
 def test_nodes_are_those_of_the_configuration():

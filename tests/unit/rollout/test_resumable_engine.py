@@ -11,7 +11,7 @@ import pytest
 from realsys.errors import GenerationError, ServerBusy, ServerFailed, ServerSilent
 from realsys.generation.client import SamplingSpec
 from realsys.generation.completion import Completion
-from realsys.generation.protocol import ProgressLine, ProgressPart
+from realsys.generation.protocol import CONTINUES, ProgressLine, ProgressPart
 from realsys.manager.client import RolloutSuperseded
 from realsys.manager.messages import ScheduleReply, ScheduleRequest
 from realsys.rollout import resumable_engine
@@ -138,6 +138,7 @@ def test_aborted_completion_continues_from_its_tokens():
     assert [call.spec.min_new_tokens for call in servers.calls] == [7, 3, 0]
     assert [call.spec.n for call in servers.calls] == [2, 1, 1]
     assert [call.spec.answer_prefix for call in servers.calls] == [0, 4, 9]  # penalties and stop strings see them
+    assert [call.spec.priority for call in servers.calls] == [0, CONTINUES, CONTINUES]
     assert [call.url for call in servers.calls] == ["http://a", "http://b", "http://c"]
     assert [request.n for request in scheduler.requests] == [2, 1, 1]
     assert scheduler.requests[2].prompt_len == 12 and scheduler.requests[2].failed_server is None
@@ -336,6 +337,7 @@ def test_ended_calls_are_named_in_next_request():
         await manager.generate(EngineCall(Ticket("18", 0, 0), "0.0", PROMPT, spec, 1))
         assert [request.released for request in scheduler.requests] == [[], [("17", 2, "0.0")], [("17", 2, "1.0")], []]
         assert [request.previous for request in scheduler.requests] == [("a", 3)] * 3 + [None]
+        assert [call.spec.priority for call in servers.calls] == [CONTINUES] * 3 + [0]
         assert len({call.rid for call in servers.calls}) == 4
 
     asyncio.run(body())

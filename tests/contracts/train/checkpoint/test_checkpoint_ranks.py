@@ -238,3 +238,35 @@ def test_training_continues_while_files_are_written(models, tmp_path):
         return everything(role)
 
     same(before, Setup().run(reload, models["untied"])[0])
+
+
+def test_next_checkpoint_is_copied_into_the_same_memory(models, tmp_path):
+    """New memory would have to be mapped, and pinned, while training waits."""
+    folders = [tmp_path / f"step-0000000{step}.tmp" for step in (1, 2)]
+
+    def body(role):
+        places, states = [], []
+
+        def noted(path, snapshots):
+            places.append([one.data.data_ptr() for one in snapshots])
+            return write_tensors(path, snapshots)
+
+        writer = CheckpointWriter(role, noted)
+        for step, folder in enumerate(folders, 1):
+            folder.mkdir()
+            train(role, range(step, step + 1))
+            writer.begin(folder, step)
+            states.append(everything(role))
+            writer.finish()
+        return places, states
+
+    ((places, states),) = Setup().run(body, models["untied"])
+    assert places[0] == places[1]
+    for step, (folder, state) in enumerate(zip(folders, states, strict=True), 1):
+        directory = complete(folder, ParallelLayout(), step)
+
+        def reload(role, directory=directory):
+            load_checkpoint(role, directory)
+            return everything(role)
+
+        same(state, Setup().run(reload, models["untied"])[0])

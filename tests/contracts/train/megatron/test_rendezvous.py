@@ -11,6 +11,7 @@ import torch
 from realsys.cluster.names.connect import make_name_store
 from realsys.cluster.network import advertised_host, join_host_port, split_host_port
 from realsys.cluster.topology import Mesh
+from realsys.config import schema_cluster
 from realsys.config.allocation import ParallelLayout
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
@@ -105,8 +106,10 @@ def test_living_master_of_a_lost_machine_gets_no_rank(tmp_path):
 @pytest.mark.parametrize(
     ("rank", "missing"), [(0, "model_worker/1; see their logs"), (1, "model_worker/0 to join start 1 of the trainer")]
 )
-def test_missing_rank_is_named_in_time(tmp_path, rank, missing):
-    config = config_in(tmp_path, connect_timeout_s=1.5)
+def test_missing_rank_is_named_in_time(tmp_path, rank, missing, monkeypatch):
+    """The limit of the start is not that of a node that is lost."""
+    monkeypatch.setattr(schema_cluster.ClusterConfig, "start_timeout_s", 1.5)
+    config = config_in(tmp_path)
 
     def body(_, device):
         store = make_name_store(config, TrialPaths.of(config))

@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 
 from realsys.config.schema import PenaltyConfig, SamplingConfig
 from realsys.generation.client import SamplingSpec
+from realsys.generation.completion import EMPTY
 from realsys.generation.embedded.prefix_cache import PrefixIndex, plan_pass
 from realsys.generation.embedded.sampler import RowParams, sample
-from realsys.generation.embedded.scheduler import LayoutPlanner, LiveCompletion, Request
-from realsys.generation.protocol import SamplingParams
+from realsys.generation.embedded.scheduler import LayoutPlanner, LiveCompletion, Request, Scheduler
+from realsys.generation.protocol import CONTINUES, SamplingParams
 from realsys.generation.sampling_rules import uniforms
 from realsys.rollout.group_player import sampling_spec
 
@@ -78,6 +79,26 @@ def completion(prompt, generated=0, cached=0):
     params = SamplingParams(max_new_tokens=64)
     request = Request("r", np.asarray(prompt, np.int32), params, 0, (), Future())
     return LiveCompletion(request, 0, 0, len(prompt) + generated, cached=cached)
+
+
+def test_continuations_get_a_slot_before_new_prompts():
+    """Those of one kind stay in the order in which they came, also behind a request that is partly admitted."""
+    scheduler = Scheduler(1, 20, LayoutPlanner(0))
+
+    def submit(rid, priority=0, n=1):
+        params = SamplingParams(n=n, priority=priority)
+        scheduler.submit(Request(rid, np.asarray([1], np.int32), params, (), 0, Future()))
+
+    submit("new", n=2)
+    (running,) = scheduler.admit()
+    for rid, priority in (("newer", 0), ("turn", CONTINUES), ("newest", 0), ("later turn", CONTINUES)):
+        submit(rid, priority)
+    order = []
+    while running:
+        order.append(running.request.rid)
+        scheduler.finish([(running, EMPTY)])
+        running = next(iter(scheduler.admit()), None)
+    assert order == ["new", "turn", "later turn", "new", "newer", "newest"]
 
 
 def common(a, b):
@@ -151,7 +172,7 @@ def test_what_is_off_is_not_sent():
 
 PENALTIES = {f"{name}_penalty": name for name in PenaltyConfig.model_fields}
 #: of one request, not of a trial
-PER_REQUEST = {"n", "sampling_seed", "answer_prefix", "top_logprobs_num", "structural_tag"}
+PER_REQUEST = {"n", "sampling_seed", "answer_prefix", "top_logprobs_num", "structural_tag", "priority"}
 
 
 def test_config_offers_every_sampling_parameter():

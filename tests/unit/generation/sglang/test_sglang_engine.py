@@ -12,7 +12,9 @@ import torch
 from safetensors.torch import save_file
 
 from realsys.errors import GenerationError, WeightsError
+from realsys.generation.child.requests import EVENT_TOKENS
 from realsys.generation.child.update import check_shapes
+from realsys.generation.protocol import SamplingParams
 from tests.support.serving.sglang_engines import SHAPES, STALLING, WAIT_S, Engines, engines, generate
 
 pytestmark = pytest.mark.processes
@@ -50,10 +52,21 @@ def test_versions_are_derived_where_they_are_not_reported(make):
     assert answer.finish_reason == "length"
 
 
+def test_tokens_are_shown_before_they_return(make):
+    """Those since the last event are not: fewer than EVENT_TOKENS."""
+    engine, _ = make()
+    running = engine.generate("a", [5], SamplingParams(max_new_tokens=62, temperature=0.5))  # stalls after 31 tokens
+    shown = engine.snapshot("a", EVENT_TOKENS).result(WAIT_S)
+    assert shown.completions[0].tokens.tolist() == list(range(6, 6 + EVENT_TOKENS + 1)) and shown.running == {0}
+    assert engine.info().result(WAIT_S).generated_tokens == EVENT_TOKENS + 1 and not running.done()
+    assert engine.abort("a").result(WAIT_S)
+    assert len(running.result(WAIT_S)[0].tokens) == engine.info().result(WAIT_S).generated_tokens == 31
+
+
 def test_tokens_of_a_piece_are_shown_when_it_returns(make):
     engine, _ = make()
     running = engine.generate("a", [5], STALLING)
-    first = engine.snapshot("a", 0)
+    first = engine.snapshot("a", 4)
     engine.pause("retract").result(WAIT_S)
     assert first.result(WAIT_S).completions[0].tokens.tolist() == list(range(6, 11))
     rest = engine.snapshot("a", 5)

@@ -17,8 +17,8 @@ from realsys.config.backend_rules import SGLANG, sglang_options
 from realsys.config.schema import SamplingConfig, SglangConfig
 from realsys.errors import ConfigError, GenerationError
 from realsys.generation.child.engine import needs_tokenizer
-from realsys.generation.child.requests import SplitRequest, _record_phases
-from realsys.generation.protocol import SamplingParams
+from realsys.generation.child.requests import EVENT_TOKENS, SplitRequest, _record_phases
+from realsys.generation.protocol import CONTINUES, SamplingParams
 from realsys.generation.sampling_rules import completion_seed, read_tokenizer
 from realsys.generation.sglang.api import Reply, _Stream
 from realsys.generation.sglang.process import CPU_SUPPORT, Launch
@@ -56,6 +56,8 @@ def test_command_on_a_gpu():
         "--log-level": "warning",
         "--skip-tokenizer-init": None,
         "--incremental-streaming-output": None,
+        "--enable-priority-scheduling": None,
+        "--disable-priority-preemption": None,
         "--model-path": "/models/m",
         "--host": "127.0.0.1",
         "--port": "1234",
@@ -91,6 +93,13 @@ def test_sglang_with_tokenizer_does_not_skip_it():
 )
 def test_tokenizer_is_loaded_only_if_needed(sampling, options, needed):
     assert needs_tokenizer(SamplingConfig(**sampling), options) is needed
+
+
+@pytest.mark.parametrize(("policy", "ordered"), [("lof", True), ("lpm", False)])
+def test_priorities_are_left_out_for_policies_without_them(policy, ordered):
+    """SGLang does not start with both."""
+    flags = flags_of(replace(GPU, options={"schedule-policy": policy}))
+    assert ("--enable-priority-scheduling" in flags, "--disable-priority-preemption" in flags) == (ordered, ordered)
 
 
 def test_options_of_the_user_replace_ours():
@@ -179,6 +188,7 @@ def test_pieces_say_what_is_wanted_in_sglangs_words():
     assert first.sampling_params == {
         "top_p": 0.5,
         "max_new_tokens": 6,
+        "stream_interval": EVENT_TOKENS,
         "min_new_tokens": 3,
         "stop": ["x"],
         "stop_token_ids": [96],
@@ -187,25 +197,28 @@ def test_pieces_say_what_is_wanted_in_sglangs_words():
     assert first.rid != second.rid and len(first.rid) == len(second.rid)
 
 
-def test_long_completion_is_sampled_in_pieces():
-    """Else its client would have none of its tokens before the last one."""
-    one = request(max_new_tokens=6, min_new_tokens=5, n=2)
-    one.limit = 4
-    for piece in one.pieces(itertools.count()):
-        assert (piece.sampling_params["max_new_tokens"], piece.sampling_params["min_new_tokens"]) == (4, 4)
-    one.take([reply([5, 6, 7, 8]), reply([5, 6])], 3)  # the second has filled SGLang's context
-    assert [(each.running, each.completion.finish_reason) for each in one.sampled] == [
-        (True, "abort"),
-        (False, "length"),
-    ]
-    so_far = one.snapshot(moved=1)
-    assert so_far.running == {0} and so_far.completions[0].tokens.tolist() == [5, 6, 7, 8]
-    [rest] = one.pieces(itertools.count())
-    assert rest.input_ids == [1, 2, 5, 6, 7, 8]
-    assert (rest.sampling_params["max_new_tokens"], rest.sampling_params["min_new_tokens"]) == (2, 1)
-    one.take([reply([9, 10])], 4)
-    whole = one.results()[0]
-    assert whole.finish_reason == "length" and whole.segments == [(3, 4), (4, 2)]
+def test_snapshots_have_each_token_once():
+    """Each takes the new tokens only: a completion may be long, and there is a snapshot every two seconds."""
+    one = request(n=2, max_new_tokens=40_000)
+    one.sent_at, heard = 3, reply(list(range(90)))
+    one.hear(1, heard)
+    assert one.snapshot(moved=0).completions[1].tokens.tolist() == list(range(90))
+    for each in (heard.output_ids, heard.meta_info.output_token_logprobs):
+        each[:80] = [None] * 80  # not read again
+    one.hear(1, msgspec.structs.replace(heard, output_ids=[*heard.output_ids, 91, 92]))
+    heard.meta_info.output_token_logprobs += [(-1.0, 91, None), (-1.5, 92, None)]
+    first, second = one.snapshot(moved=0).completions
+    assert first.tokens.tolist() == [] and second.tokens.tolist() == [*range(90), 91, 92]
+    assert second.logprobs.tolist() == [-0.5] * 90 + [-1.0, -1.5] and second.segments == [(3, 92)]
+
+
+def test_rest_of_an_interrupted_completion_is_before_new_prompts():
+    one = request(n=2)
+    assert [piece.priority for piece in one.pieces(itertools.count())] == [0, 0]
+    one.recalled = True
+    one.take([reply([3, 4], "abort"), reply([], "abort")], 1)
+    assert [piece.priority for piece in one.pieces(itertools.count())] == [CONTINUES, CONTINUES]
+    assert request(priority=CONTINUES).pieces(itertools.count())[0].priority == CONTINUES
 
 
 def test_seeds_of_answers_differ_and_fit_sglang():
@@ -347,8 +360,8 @@ def test_stream_joins_the_tokens_of_its_events():
     for line in [*lines, event([], 3, finish={"type": "length"}), b"data: [DONE]"]:
         stream.take(line)
     first, second = stream.replies
-    assert (first.output_ids, first.logprobs, first.finish.type) == ([3, 4, 5], [-3.0, -4.0, -5.0], "length")
-    assert (second.output_ids, second.logprobs) == ([7, 8], [-7.0, -8.0])
+    assert (first.output_ids, first.logprobs(), first.finish.type) == ([3, 4, 5], [-3.0, -4.0, -5.0], "length")
+    assert (second.output_ids, second.logprobs()) == ([7, 8], [-7.0, -8.0])
     assert heard == [(0, [3]), (1, [7, 8]), (0, [3, 4]), (0, [3, 4, 5]), (1, [7, 8]), (0, [3, 4, 5])]
     with pytest.raises(GenerationError, match="without an end"):
         assert second.finish

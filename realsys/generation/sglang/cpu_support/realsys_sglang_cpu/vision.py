@@ -4,6 +4,10 @@ Its compiled part defines them, but does not load together with a CPU build of t
 imports torchvision for image models only, and never calls them here.
 """
 
+import contextlib
+import importlib.util
+from pathlib import Path
+
 import torch
 
 _OPERATORS = ("nms", "qnms")
@@ -12,8 +16,13 @@ _library: torch.library.Library | None = None  # an operator is gone with the li
 
 
 def install() -> None:
-    """Define the operators that are not there."""
+    """Define the operators that are not there. A second definition, by the compiled part, would end the process."""
     global _library
+    spec = importlib.util.find_spec("torchvision")
+    for folder in spec.submodule_search_locations or () if spec is not None else ():
+        for path in Path(folder).glob("_C*.so"):
+            with contextlib.suppress(OSError):
+                torch.ops.load_library(str(path))
     if _library is None and not hasattr(torch.ops.torchvision, "nms"):
         _library = torch.library.Library("torchvision", "FRAGMENT")  # type: ignore[no-untyped-call]
         for name in _OPERATORS:
