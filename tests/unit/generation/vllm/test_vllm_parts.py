@@ -107,8 +107,8 @@ def test_stream_gives_tokens_ends_and_top_logprobs():
     piece.take_line(b"data: [DONE]")
     assert heard[:2] == [(3, [4]), (3, [4, 9])]
     reply = piece.reply
-    assert reply.logprobs[0] == -2.0 and math.isnan(reply.logprobs[1])
-    assert reply.top[0] == [(9, -0.5), (8, -1.0)]
+    assert reply.logprobs(0)[0] == -2.0 and math.isnan(reply.logprobs(1)[0])
+    assert reply.top()[0] == [(9, -0.5), (8, -1.0)]
     assert (reply.finish.type, reply.finish.matched, reply.meta_info.cached_tokens) == ("stop", 9, 32)
 
 
