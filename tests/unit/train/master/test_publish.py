@@ -230,7 +230,7 @@ def test_repair_verifies_once_and_gives_up_finally(trial, monkeypatch):
     """A good version is verified once; one that stays damaged ends the run."""
     proved: list[int] = []
 
-    def verify(folder, version):
+    def verify(folder, version, shards):
         proved.append(version)
         if version == 1:
             raise WeightsError("the disk lies")
