@@ -163,9 +163,9 @@ class _Drive:
     def _armed(self, number: int, row: Row) -> list[Fault]:
         """The hold before the row's first step, its faults, and a hold that keeps steps for the proof.
 
-        A fault of any process but the trainer's fires by the clock: without the second hold a fast run has used up the
-        row's steps by then, and stands before the next row's hold. Faults of the trainer fire by the steps, and the hold
-        could keep them from that: what a step publishes may become complete during the next ones.
+        A fault of any process but the trainer's fires by the clock: without the second hold a fast run has used up
+        the row's steps by then, and stands before the next row's hold. Faults of the trainer fire by the steps, and the
+        hold could keep them from that: what a step publishes may become complete during the next ones.
         """
         gate = f"go-{number}"
         at = 2 + STEPS * number
