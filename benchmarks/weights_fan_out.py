@@ -211,8 +211,7 @@ def with_bytes(hosts: int, megabytes: float, rate: float, storage_readers: int, 
         for number in range(hosts):
             place = shm / str(number)
             place.mkdir()
-            reader = stack.enter_context(closing(HostReader(SharedCopies(root, root / "model", [place]))))
-            reader.token = TOKEN
+            reader = stack.enter_context(closing(HostReader(SharedCopies(root, root / "model", [place], token=TOKEN))))
             reader.stage(str(before), 0).release()
             http = HttpServer(throttled(copy_app(reader.copies, token=TOKEN), Bucket(rate)))
             http.start()

@@ -276,8 +276,9 @@ def _weights(paths: TrialPaths) -> Iterator[Target]:
 
 
 def _step(folder: Path) -> int | None:
-    """Return the step of exported weights, None if the folder is not complete."""
+    """Return the step of weights; None if the folder is not complete, or if they were in the memory of a trainer."""
     try:
-        return load_manifest(folder).step
+        manifest = load_manifest(folder)
     except WeightsError:
         return None
+    return manifest.step if all((folder / file).exists() for file in manifest.ranks) else None

@@ -32,6 +32,11 @@ def is_temperature(value: float) -> bool:
     return value == 0 or LOWEST_TEMPERATURE <= value < float("inf")
 
 
+def sampling_seed(*parts: int) -> int:
+    """Mix ``parts`` (trial seed, ticket number, attempt, ...) to a 31-bit seed."""
+    return int(np.random.SeedSequence(parts).generate_state(1)[0]) & 0x7FFFFFFF
+
+
 def constant(array: npt.NDArray[Any]) -> bool:
     """Return True if all elements have the same bytes.
 

@@ -30,7 +30,10 @@ def serve(ctx: WorkerContext) -> None:
     model_path = ctx.paths.base_model(config)
     ctx.set_state("loading")
     changes = Changes()
-    reader, span = build_transport(config).reader(ReaderParts(ctx.index, model_path, ctx.paths.root)), own_span()
+    reader, span = (
+        build_transport(config).reader(ReaderParts(ctx.index, model_path, ctx.paths.root, ctx.token)),
+        own_span(),
+    )
     # The nodes of a server that spans several load from a folder that they share, not from the first one's memory.
     shared = ctx.paths.root / f"staged-{ctx.index}" if span.nodes > 1 else None
     parts = EngineParts(

@@ -57,7 +57,7 @@ def serve(ctx: WorkerContext) -> None:
             check_alive=ctx.check_alive,
         )
         ctx.count(lambda: {**endpoint.counters(), "superseded_groups": data.refused})
-        writer = build_transport(config).writer(WriterParts(worker, ctx.check_alive))
+        writer = build_transport(config).writer(WriterParts(worker, ctx.check_alive, ctx.paths.root, ctx.token))
         gate = StepGate()
         endpoint.answer_urgent("pause_step", PauseStepRequest, gate.pause)
         endpoint.answer_urgent("settle_step", SettleRequest, gate.settle)

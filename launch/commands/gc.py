@@ -22,6 +22,7 @@ from realsys.cluster.files import MEMBERS, PREFIX
 from realsys.cluster.names.connect import is_known, make_name_store, store_address, trial_names
 from realsys.cluster.names.contract import ROOT, Names, NameStore, Tree
 from realsys.cluster.stream.sockets import socket_folder
+from realsys.config.doors import TRANSPORT
 from realsys.config.paths import TrialPaths, read_config
 from realsys.config.schema import Config
 from realsys.errors import ConfigError, RealsysError
@@ -345,7 +346,7 @@ def _leftovers(trial: EndedTrial) -> Iterable[Leftover]:
         return
     for path in (*own_stores(paths), *half_written(paths)):
         yield _path(path)
-    if trial.config is not None and trial.config.weights.transport == "disk":
+    if trial.config is not None and trial.config.weights.transport in TRANSPORT.builtin:
         for role in sorted(paths.weights().parent.glob("*")):
             for version in superfluous(role, keep=1)[0]:
                 yield _path(version, "an old version: ")

@@ -39,7 +39,6 @@ from realsys.launch.commands.options import add_config_dir, count
 from realsys.launch.commands.samples import printable
 from realsys.launch.evaluation_target import Choices, find_target
 from realsys.launch.prepare import make_inputs
-from realsys.manager.ledger.prompt_order import sampling_seed
 from realsys.manager.messages import ScheduleReply, ScheduleRequest
 from realsys.observe.samples.step_samples import VERDICTS, token_kinds
 from realsys.observe.screen.terminal import Terminal
@@ -51,7 +50,7 @@ from realsys.rollout.gateway.gateway import check as check_gateway
 from realsys.rollout.gateway.gateway import gateway_of
 from realsys.rollout.group_player import GroupPlayer, group_player
 from realsys.rollout.resumable_engine import Deliver, EngineCall, ResumableEngine
-from realsys.types import Episode, Row, Ticket
+from realsys.types import Episode, Row, Ticket, sampling_seed
 
 _MODEL = "model.path="
 _START_S = 60.0  # bound on the start of the HTTP server

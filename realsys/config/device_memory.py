@@ -267,7 +267,7 @@ class HostUse:
     snapshot    weights of an earlier version, to compare log-probs (train.engine_check)
     offload     what roles move to the host between their calls
     checkpoint  copy of the saved roles until it is on disk
-    published   the rank's share of a version that it writes
+    published   the rank's share of a version that it writes, and with weights.transport=memory those that it keeps
     staged      the copy of the weights that the servers share, and what each makes of it
     ranks       models of the training ranks, if these have no GPU
     servers     models and caches of the servers, if these have no GPU
@@ -318,6 +318,7 @@ def host_use(config: Config, allocation: Allocation, flow: Dataflow, here: OnHos
     weights = model.parameters * BYTES[config.model.dtype]
     trainer, pinned = here.ranks / allocation.workers, _PINNED if here.ranks_on_gpu else 1.0
     fused = backend_rules(config).fused_copies * (weights + FP32 * model.vocab * model.hidden)
+    kept = config.weights.keep_versions + 1 if config.weights.transport == "memory" else 0
     ranks = servers = 0
     if not here.ranks_on_gpu:
         ranks = sum(use.total * count for use, count in rank_uses(config, allocation, flow, on_gpu=False))
@@ -328,7 +329,7 @@ def host_use(config: Config, allocation: Allocation, flow: Dataflow, here: OnHos
         snapshot=int(_snapshot_bytes(config, allocation) * min(1.0, trainer * allocation.actor.data) * pinned),
         offload=int(_offloaded_bytes(config, allocation, flow, on_gpu=here.ranks_on_gpu) * trainer),
         checkpoint=int(_checkpoint_bytes(config, flow) * trainer * pinned),
-        published=int(weights * (pinned + (config.weights.delta == "auto")) * trainer),
+        published=int(weights * (pinned + (config.weights.delta == "auto") + kept) * trainer),
         staged=min(1, here.servers) * weights + here.servers * fused,
         ranks=int(ranks * trainer),
         servers=here.servers * servers,

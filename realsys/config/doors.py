@@ -345,7 +345,7 @@ HOOK = Door(
 TRANSPORT = Door(
     "weights.transport",
     "weight transport",
-    {"disk": "realsys.weights.disk.transport:DiskTransport"},
+    {"disk": "realsys.weights.disk.transport:DiskTransport", "memory": "realsys.weights.memory:MemoryTransport"},
     builds("writer", "publisher", "reader"),
 )
 

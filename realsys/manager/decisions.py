@@ -32,10 +32,10 @@ from realsys.manager.ledger.events import (
 )
 from realsys.manager.ledger.ledger import Ledger
 from realsys.manager.ledger.pinned_evaluations import Evaluation, Evaluations, RunningProblem
-from realsys.manager.ledger.prompt_order import Curriculum, PromptOrder, sampling_seed
+from realsys.manager.ledger.prompt_order import Curriculum, PromptOrder
 from realsys.manager.ledger.staleness import StalenessBound, StepStaleness
 from realsys.manager.ledger.tickets import OpenTicket, Repeats
-from realsys.manager.messages import BadCall, NoServer, NotRunning, OlderTrainer, RefusalReason
+from realsys.manager.messages import MAX_REISSUES, BadCall, NoServer, NotRunning, OlderTrainer, RefusalReason
 from realsys.manager.routing.health import BlameRules
 from realsys.manager.routing.pinned_servers import HOLD_S, HoldRules, Holds
 from realsys.manager.routing.placement import Demand, Exactly, Reservations, Router, make_strategy
@@ -50,7 +50,7 @@ from realsys.manager.routing.rollout_workers import (
     renewed,
 )
 from realsys.manager.routing.servers import FanOut, Idle, Pace, ServerRegistry, UpdateOrder
-from realsys.types import ServerAddress, Ticket
+from realsys.types import ServerAddress, Ticket, sampling_seed
 
 RETRY_AFTER_S = 0.5
 #: Seconds that a finished group may take to reach the master. Its DP head acknowledged it before the finish was sent,
@@ -62,9 +62,6 @@ NO_VERSION = -1
 UNSEEN_GRACE_S = 10.0
 
 
-#: stale_policy=drop: times that a prompt is issued again before its old tokens are masked. A third try would be
-#: too old, too, because its completions take longer than max_staleness steps.
-MAX_REISSUES = 2
 CURRICULUM_FLOOR = 0.1  # probability of a prompt outside of the curriculum: it is measured again every tenth epoch
 ROLLING_SHARE = 0.5  # of the serving servers, at least one, that update together in rolling mode
 TURN_S = 30.0  # after it the next servers no longer wait for one that still updates; a drained one has update_timeout_s

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import uuid
+import zlib
+from collections.abc import Sequence
 from typing import Annotated, ClassVar, Literal
 
 import msgspec
+import numpy as np
 
 from realsys.manager.ledger.events import MOST_SAMPLES, Number, OrNone, Outcome, Rate
 from realsys.types import FinishReason, Ticket
 
 MAX_WAIT_S = 10.0  # an allocation is never held longer
+#: stale_policy=drop: times that a prompt is issued again before its old tokens are masked. A third try would be
+#: too old, too, because its completions take longer than max_staleness steps.
+MAX_REISSUES = 2
 MAX_TICKETS = 4096  # per allocation
 MOST_RELEASED = 256  # calls in one schedule request; the worker names the rest in its next one
 MOST_METRICS = 64  # names per completion
+BLOCK = 64  # tokens; engines share prefixes in whole pages, so smaller blocks would find no more
+MAX_BLOCKS = 32  # hashes per request
 
 RefusalReason = Literal["staleness", "exhausted", "no_server", "paused"]
 Identifier = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
@@ -55,7 +63,7 @@ class ScheduleRequest(msgspec.Struct):
     """POST /schedule_request: choose the server of a call. The same call again moves its reservation.
 
     call      name of the call, unique in its attempt; an agent may have several calls under way
-    prefix    hashes of the prompt's leading blocks (``routing.prefix``), for servers that may hold them
+    prefix    ``prefix_hashes`` of the prompt, for servers that may hold its leading blocks
     previous  (server, version) of the episode's last call, whose server may have these tokens in its cache
     released  (ticket, attempt, call) of this worker's calls that have ended since its last request
     avoid     server that is too busy for the call: chosen only if no other may serve it
@@ -73,6 +81,21 @@ class ScheduleRequest(msgspec.Struct):
     previous: tuple[str, int] | None = None
     released: Annotated[list[tuple[Identifier, Count, ShortName]], msgspec.Meta(max_length=MOST_RELEASED)] = []
     avoid: str | None = None
+
+
+def prefix_hashes(tokens: Sequence[int]) -> list[int]:
+    """Return a 32-bit hash of each prefix of whole blocks, shortest first, and last of the whole prompt.
+
+    Equal prompts get equal lists; prompts that share their first k blocks share the first k hashes.
+    """
+    data = np.asarray(tokens, np.int32).tobytes()
+    step = 4 * BLOCK
+    hashes, running = [], 0
+    for start in range(0, min(len(data), MAX_BLOCKS * step) - step + 1, step):
+        running = zlib.crc32(data[start : start + step], running)
+        hashes.append(running)
+    whole = zlib.crc32(data)
+    return hashes if hashes and hashes[-1] == whole else [*hashes, whole]
 
 
 class ScheduleReply(msgspec.Struct):

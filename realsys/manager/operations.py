@@ -12,14 +12,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import msgspec
 
 from realsys.manager import messages as m
-from realsys.manager.decisions import NO_VERSION, ManagerState
 from realsys.manager.messages import EvaluationReply
-from realsys.manager.routing.servers import STAGES
+
+if TYPE_CHECKING:  # a client needs the table, not the state that decides
+    from realsys.manager.decisions import ManagerState
 
 SCHEDULE_WAIT_S = 2.0  # a schedule request waits this long for a server to become routable
 
@@ -76,7 +77,7 @@ ALLOCATE = Operation(
     path="/allocate_rollout",
     request=m.AllocateRequest,
     reply=m.AllocateReply,
-    decide=ManagerState.allocate,
+    decide=lambda state, request, now: state.allocate(request, now),
     settled=lambda reply: bool(reply.tickets) or reply.reason == "superseded",
     held_s=lambda request: min(request.wait_s, m.MAX_WAIT_S),
     caller=lambda request: request.worker,
@@ -86,17 +87,33 @@ SCHEDULE = Operation(
     path="/schedule_request",
     request=m.ScheduleRequest,
     reply=m.ScheduleReply,
-    decide=ManagerState.schedule,
+    decide=lambda state, request, now: state.schedule(request, now),
     held_s=lambda _: SCHEDULE_WAIT_S,
 )
-TOUCH = Operation(path="/touch", request=m.TouchRequest, reply=m.TouchReply, decide=ManagerState.touch)
-FINISH = Operation(path="/finish_rollout", request=m.FinishRequest, reply=m.FinishReply, decide=ManagerState.finish)
-CLAIM = Operation(path="/claim", request=m.ClaimRequest, reply=m.ClaimReply, decide=ManagerState.claim, trainer=True)
+TOUCH = Operation(
+    path="/touch",
+    request=m.TouchRequest,
+    reply=m.TouchReply,
+    decide=lambda state, request, now: state.touch(request, now),
+)
+FINISH = Operation(
+    path="/finish_rollout",
+    request=m.FinishRequest,
+    reply=m.FinishReply,
+    decide=lambda state, request, now: state.finish(request, now),
+)
+CLAIM = Operation(
+    path="/claim",
+    request=m.ClaimRequest,
+    reply=m.ClaimReply,
+    decide=lambda state, request, now: state.claim(request, now),
+    trainer=True,
+)
 TRAINED = Operation(
     path="/trained",
     request=m.TrainedRequest,
     reply=m.TrainedReply,
-    decide=ManagerState.trained,
+    decide=lambda state, request, now: state.trained(request, now),
     # A repeated call, too: the first one may have ended before its records were on the disk.
     syncs=lambda request: bool(request.trained or request.dropped or request.stale),
     trainer=True,
@@ -105,7 +122,7 @@ ROLL_BACK = Operation(
     path="/roll_back",
     request=m.RollBackRequest,
     reply=m.RollBackReply,
-    decide=ManagerState.roll_back,
+    decide=lambda state, request, now: state.roll_back(request, now),
     syncs=_always,  # the incarnation that this one replaces stays replaced though the machine dies
     trainer=True,
     log_line=lambda request, reply: (
@@ -116,7 +133,7 @@ EVALUATE = Operation(
     path="/evaluate",
     request=m.EvaluateRequest,
     reply=m.EvaluateReply,
-    decide=ManagerState.evaluate,
+    decide=lambda state, request, now: state.evaluate(request, now),
     trainer=True,
     refresh=True,
 )
@@ -124,7 +141,7 @@ CANCEL_EVALUATION = Operation(
     path="/cancel_evaluation",
     request=m.CancelRequest,
     reply=m.CancelReply,
-    decide=ManagerState.cancel_evaluation,
+    decide=lambda state, request, now: state.cancel_evaluation(request, now),
     log_line=lambda request, reply: f"evaluation {request.eval_id} cancelled by its user: {reply.cancelled}",
 )
 EVALUATION = Operation(
@@ -204,7 +221,7 @@ def status(state: ManagerState, now: float, started: float) -> dict[str, Any]:
 def admission(state: ManagerState) -> dict[str, Any]:
     """Return the head-room of the staleness bound, and why nothing is granted if nothing is."""
     counted, version = state.ledger.counted, state.version
-    capacity = state.bound.capacity(version) if version > NO_VERSION else 0
+    capacity = state.bound.capacity(version) if state.servers.published else 0
     reason = state.refusal()
     return {
         "batch_groups": state.bound.batch_groups,
@@ -279,16 +296,7 @@ def weight_updates(state: ManagerState) -> dict[str, Any]:
         "at_newest": sum(server.verified == published for server in state.servers.all()) if published else 0,
         "servers": len(state.servers.all()),
         "failures": state.servers.updates.failures,
-        "updates": [
-            {
-                "server": record.server,
-                "version": record.version,
-                "began": record.began,
-                "error": record.error,
-                **{stage: record.timings.get(stage) for stage in STAGES},
-            }
-            for record in reversed(state.servers.updates.recent)
-        ],
+        "updates": [record.row() for record in reversed(state.servers.updates.recent)],
     }
 
 

@@ -24,12 +24,11 @@ from realsys.errors import AgentError
 from realsys.generation.client import SamplingSpec
 from realsys.generation.completion import Completion
 from realsys.manager.client import RolloutSuperseded
-from realsys.manager.ledger.prompt_order import sampling_seed
 from realsys.observe.spans import span
 from realsys.rollout.gateway.capture import Capture
 from realsys.rollout.gateway.gateway import Gateway
 from realsys.rollout.resumable_engine import Deliver, EngineCall
-from realsys.types import Ticket
+from realsys.types import Ticket, sampling_seed
 
 T = TypeVar("T")
 #: Receives tokens of a completion as they are sampled.

@@ -24,10 +24,9 @@ from realsys.config.schema_rollout import KeepConfig
 from realsys.config.schema_train import FilterConfig
 from realsys.errors import AgentError
 from realsys.generation.completion import Completion, joined_kv_versions
-from realsys.manager.ledger.prompt_order import sampling_seed
 from realsys.manager.messages import MOST_METRICS
 from realsys.reward.verifiers.contract import MAX_METRIC_NAME, is_metric_name
-from realsys.types import I32, Episode, FinishReason, Row, is_temperature
+from realsys.types import I32, Episode, FinishReason, Row, is_temperature, sampling_seed
 
 V = TypeVar("V")
 

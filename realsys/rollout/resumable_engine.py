@@ -34,11 +34,9 @@ from realsys.errors import GenerationError, ServerBusy, ServerSilent
 from realsys.generation.client import GenerationClient, Received, SamplingSpec
 from realsys.generation.completion import Completion
 from realsys.generation.protocol import CONTINUES
-from realsys.manager.ledger.prompt_order import sampling_seed
-from realsys.manager.messages import MOST_RELEASED, ScheduleReply, ScheduleRequest
-from realsys.manager.routing.placement import prefix_hashes
+from realsys.manager.messages import MOST_RELEASED, ScheduleReply, ScheduleRequest, prefix_hashes
 from realsys.observe.spans import span
-from realsys.types import I32, FinishReason, Ticket
+from realsys.types import I32, FinishReason, Ticket, sampling_seed
 
 log = logging.getLogger(__name__)
 

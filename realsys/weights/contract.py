@@ -162,10 +162,14 @@ class WriterParts:
 
     worker       index of the ModelWorker
     check_alive  raises Fenced if this process has lost its lease; call it before each visible act
+    trial        trial folder
+    token        secret of the trial, which requests between its processes carry
     """
 
     worker: int = 0
     check_alive: CheckAlive = unleased
+    trial: Path = Path()
+    token: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,22 +179,24 @@ class PublisherParts:
     root         folder of the role's versions, in the trial folder, which every process reaches
     model_dir    HF folder of the model: config and tokenizer files
     incarnation  id of this trainer; sorts after those of all earlier trainers of the trial
-    check_alive  as in ``WriterParts``
+    check_alive, token  as in ``WriterParts``
     """
 
     root: Path
     model_dir: Path
     incarnation: str
     check_alive: CheckAlive = unleased
+    token: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class ReaderParts:
-    """Parts of a GenerationServer for its reader: its index, the HF folder of the model, and the trial folder."""
+    """Parts of a GenerationServer for its reader: its index, the model's HF folder, the trial's folder and token."""
 
     server: int = 0
     model_dir: Path = Path()
     trial: Path = Path()
+    token: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

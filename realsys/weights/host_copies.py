@@ -36,6 +36,7 @@ import numpy as np
 from realsys.cluster.files import FileLock, TensorEntry, safetensors_header
 from realsys.cluster.names.file_store import boot_id
 from realsys.errors import MALFORMED, WeightsError
+from realsys.weights.byte_ranges import RangeClient
 from realsys.weights.disk import manifest as manifests
 from realsys.weights.disk.delta import Bytes
 from realsys.weights.disk.manifest import ITEM_BYTES, TensorInfo, VersionManifest, auxiliary_files, tensor_bytes
@@ -63,7 +64,15 @@ Peers = Callable[[Path, int, str], CopySource]
 class SharedCopies:
     """This server's access to the copies of its trial. ``model_dir``: HF folder with config and tokenizer."""
 
-    def __init__(self, trial: Path, model_dir: Path, where: Sequence[Path] = (), silent_s: float = SILENT_S) -> None:
+    def __init__(
+        self,
+        trial: Path,
+        model_dir: Path,
+        where: Sequence[Path] = (),
+        silent_s: float = SILENT_S,
+        token: str | None = None,
+    ) -> None:
+        self.client = RangeClient(token)  # fetches from other hosts
         self._name = folder_name(trial)
         self._model_dir = model_dir
         self._places = list(where) or places()
@@ -141,7 +150,8 @@ class SharedCopies:
             draft = self._draft(manifest, CopyLayout.of(manifest), stack)
             info = CopyInfo(boot_id(), manifest.version, manifest.incarnation, draft.layout.tensors)
             try:
-                report = self._fill(draft, directory, manifest, turn, peers)
+                with VersionReader(directory, manifest, on_chunk=turn.touch, shards=self.client) as reader:
+                    report = self._fill(draft, reader, peers)
                 self._finish(draft.folder, info)
             except BaseException as error:
                 shutil.rmtree(draft.folder, ignore_errors=True)
@@ -154,23 +164,22 @@ class SharedCopies:
         copy.report = report
         return copy
 
-    def _fill(
-        self, draft: _Draft, directory: Path, manifest: VersionManifest, turn: FileLock, peers: Peers | None
-    ) -> ReadReport:
-        with VersionReader(directory, manifest, on_chunk=turn.touch) as reader:
-            if peers is None:
-                draft.fill(reader)
-                return reader.report
-            tensors, one_at_a_time = draft.layout.tensors, threading.Lock()
-            with contextlib.closing(peers(directory, manifest.version, manifest.incarnation)) as source:
-
-                def fetch(name: str, into: Bytes) -> bool:
-                    with one_at_a_time:  # a source has one connection
-                        return source.fetch(tensors[name].start, into, turn.touch)
-
-                reader.elsewhere = fetch
-                draft.fill(reader)
+    def _fill(self, draft: _Draft, reader: VersionReader, peers: Peers | None) -> ReadReport:
+        if peers is None:
+            draft.fill(reader)
             return reader.report
+        tensors, one_at_a_time = draft.layout.tensors, threading.Lock()
+        with contextlib.closing(
+            peers(reader.directory, reader.manifest.version, reader.manifest.incarnation)
+        ) as source:
+
+            def fetch(name: str, into: Bytes) -> bool:
+                with one_at_a_time:  # a source sends to one reader at a time
+                    return source.fetch(tensors[name].start, into, reader.on_chunk)
+
+            reader.elsewhere = fetch
+            draft.fill(reader)
+        return reader.report
 
     def _draft(self, manifest: VersionManifest, layout: CopyLayout, stack: contextlib.ExitStack) -> _Draft:
         """Return the memory to stage into: the newest copy if no server has a lease on it. All others without one go.

@@ -1,35 +1,23 @@
-"""Reader of the transport ``disk``: the servers of a host share one copy of each version, and give it to other hosts.
-
-    GET /copy?version=7&incarnation=0001   Range: bytes=a-b   ──> 206 with these bytes, 404 if the copy is not complete
+"""Reader of the built-in transports: the servers of a host share one copy of each version, and give it to other hosts.
 
 A tensor has the same place in the copies of all hosts. The reader verifies each tensor against the manifest, which it
-reads from storage; after any failure it reads the rest from storage.
+reads from storage; after any failure it reads the rest from where the ranks have written it.
 """
 
 from __future__ import annotations
 
-import asyncio
 import http.client
 import logging
 import os
-import re
-import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from urllib.parse import urlencode, urlsplit
-
-from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import PlainTextResponse, Response, StreamingResponse
-from starlette.routing import Route
 
 from realsys.cluster.failpoint import failpoint
-from realsys.cluster.http_client import authorization
-from realsys.cluster.http_server import Admission, Guard, HttpServer
+from realsys.cluster.http_server import Guard, HttpServer
 from realsys.cluster.lease import CheckAlive, unleased
 from realsys.config.schema import Config
 from realsys.errors import WeightsError
+from realsys.weights.byte_ranges import OpenFile, RangeClient, range_app
 from realsys.weights.contract import StagedWeights, WeightReader
 from realsys.weights.disk.delta import Bytes
 from realsys.weights.disk.dtypes import as_tensor
@@ -39,10 +27,6 @@ from realsys.weights.host_copies import WEIGHTS, LeasedCopy, SharedCopies
 
 log = logging.getLogger(__name__)
 PATH = "/copy"
-_CHUNK = 4 << 20
-_SILENCE_S = 10.0  # time without a byte after which a source is given up
-_SLOWEST = 10e6  # bytes per second; a source that is slower is given up
-_RANGE = re.compile(r"bytes=(\d{1,15})-(\d{1,15})")
 
 
 class HostReader:
@@ -50,7 +34,6 @@ class HostReader:
 
     def __init__(self, copies: SharedCopies) -> None:
         self.copies = copies
-        self.token: str | None = None  # token for the services of other hosts
         self._offer: tuple[str, Sequence[str]] = ("", ())  # locator, and services that have a copy of it
         self._newest = ("", -1)  # (trainer incarnation, version) of the last staged version
         self._staged: LeasedCopy | None = None
@@ -107,7 +90,7 @@ class HostReader:
 
     def _peers(self, directory: Path, version: int, incarnation: str) -> PeerCopies:
         locator, sources = self._offer
-        return PeerCopies(sources if locator == str(directory) else (), version, incarnation, self.token)
+        return PeerCopies(sources if locator == str(directory) else (), version, incarnation, self.copies.client)
 
     def release(self) -> None:
         """End the use of the tensors that were staged last."""
@@ -127,54 +110,24 @@ class HostReader:
 class PeerCopies:
     """Sources of one staging, best first. A source that fails is dropped."""
 
-    def __init__(self, urls: Sequence[str], version: int, incarnation: str, token: str | None) -> None:
+    def __init__(self, urls: Sequence[str], version: int, incarnation: str, client: RangeClient) -> None:
         self._urls = list(urls)
-        self._path = f"{PATH}?{urlencode({'version': version, 'incarnation': incarnation})}"
-        self._token = token
-        self._connection: http.client.HTTPConnection | None = None
+        self._wanted = {"version": version, "incarnation": incarnation}
+        self._client = client
 
     def fetch(self, start: int, into: Bytes, on_chunk: Callable[[], None]) -> bool:
         """Fill ``into`` with the bytes of a copy from ``start`` on. False if no source has them."""
         while self._urls:
             try:
-                self._fetch(self._urls[0], start, into, on_chunk)
+                self._client.fetch(self._urls[0] + PATH, self._wanted, start, into, on_chunk)
                 return True
             except (OSError, http.client.HTTPException) as error:
-                self.drop(f"{type(error).__name__}: {error}")
+                url, problem = self._urls.pop(0), f"{type(error).__name__}: {error}"
+                log.warning("%s is not used as a source of weights: %s", url, problem)
         return False
 
-    def drop(self, problem: str) -> None:
-        """Ask the current source no more."""
-        if self._urls:
-            log.warning("%s is not used as a source of weights: %s", self._urls.pop(0), problem)
-        self.close()
-
     def close(self) -> None:
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = None
-
-    def _fetch(self, url: str, start: int, into: Bytes, on_chunk: Callable[[], None]) -> None:
-        if not into.size:
-            return
-        if self._connection is None:
-            place = urlsplit(url)
-            self._connection = http.client.HTTPConnection(place.hostname or "", place.port, timeout=_SILENCE_S)
-        wanted = {"Range": f"bytes={start}-{start + into.size - 1}"}
-        signed = {"Authorization": authorization(self._token, "GET", url + self._path)} if self._token else {}
-        self._connection.request("GET", self._path, headers=signed | wanted)
-        reply = self._connection.getresponse()
-        if reply.status != 206:
-            raise http.client.HTTPException(f"status {reply.status}")
-        view, done = into.data, 0
-        end = time.monotonic() + _SILENCE_S + into.size / _SLOWEST
-        while done < into.size:
-            count = reply.readinto(view[done : done + _CHUNK])
-            if not count or time.monotonic() > end:
-                raise http.client.HTTPException(f"{done} of {into.size} bytes came in time")
-            done += count
-            on_chunk()
-        reply.read()  # the end of the reply, so that the connection can be used again
+        self._client.close()
 
 
 # ---- service of this host's copies
@@ -187,7 +140,6 @@ class CopyService:
         self.url = ""
         self._reader = reader if config.weights.storage_readers and isinstance(reader, HostReader) else None
         if self._reader is not None:
-            self._reader.token = token
             app = copy_app(self._reader.copies, token=token, check_alive=check_alive)
             # In a thread of its own: a transfer must not delay the answers of the engine's service.
             self._http = HttpServer(app, config.cluster.host)
@@ -207,44 +159,10 @@ class CopyService:
 def copy_app(copies: SharedCopies, *, token: str | None, check_alive: CheckAlive = unleased) -> Guard:
     """Return the service of a host's copies, behind the guard. Every request needs the token."""
 
-    async def serve(request: Request) -> Response:
-        asked = _RANGE.fullmatch(request.headers.get("range", ""))
-        version = request.query_params.get("version", "")
-        if asked is None or not version.isdecimal():
-            return PlainTextResponse("version and Range: bytes=a-b are needed", 400)
-        copy = await asyncio.to_thread(copies.find, int(version), request.query_params.get("incarnation", ""))
-        if copy is None:
-            return PlainTextResponse("no complete copy of this version", 404)
-        file = os.open(copy.folder / WEIGHTS, os.O_RDONLY)
-        start, stop = int(asked[1]), int(asked[2]) + 1
-        if not start < stop <= os.fstat(file).st_size:
-            os.close(file)
-            copy.close()
-            return PlainTextResponse("the range is outside the copy", 416)
-        headers = {"Content-Length": str(stop - start)}
-        return StreamingResponse(_Range(copy, file, start, stop).chunks(), 206, headers)
+    def find(wanted: Mapping[str, str]) -> OpenFile | None:
+        version = wanted.get("version", "")
+        if not version.isdecimal() or (copy := copies.find(int(version), wanted.get("incarnation", ""))) is None:
+            return None
+        return OpenFile(os.open(copy.folder / WEIGHTS, os.O_RDONLY), copy.close)  # the lease ends with the last byte
 
-    app = Starlette(routes=[Route(PATH, serve)])
-    return Guard(app, Admission(token, [PATH], check_alive), max_body=0, error=lambda text: {"error": text})
-
-
-@dataclass(frozen=True, slots=True)
-class _Range:
-    copy: LeasedCopy
-    file: int
-    start: int
-    stop: int
-
-    async def chunks(self) -> AsyncIterator[bytes]:
-        """Yield the bytes. The copy has a lease until the end."""
-        try:
-            at = self.start
-            while at < self.stop:
-                chunk = await asyncio.to_thread(os.pread, self.file, min(_CHUNK, self.stop - at), at)
-                if not chunk:
-                    raise OSError(f"{self.copy.folder} ends at byte {at}")
-                yield chunk
-                at += len(chunk)
-        finally:
-            os.close(self.file)
-            self.copy.close()
+    return range_app(PATH, find, token=token, check_alive=check_alive)

@@ -102,7 +102,7 @@ SETTINGS = [
 def test_short_partitions_cost_nothing(tmp_path):
     """Trainer and servers part, later all lose etcd; less than a lease each time, so no process ends."""
     with Hosts(5, racks=(0, 0, 1, 1, 2)) as hosts, etcd_on(hosts, 4, tmp_path) as address:
-        store = [f"cluster.name_store.address={address}", "cluster.lease_s=60"]
+        store = [f"cluster.name_store.address={address}", "cluster.lease_s=60", "weights.transport=memory"]
         with job_on(hosts, tmp_path, 4, *SETTINGS, *store) as running:
             live = running.live
             live.until_step(2)
@@ -116,6 +116,8 @@ def test_short_partitions_cost_nothing(tmp_path):
     check_ledger(job, batch_groups=8, eta=4, prompts=400)
     check_staleness(job, eta=4)
     assert not list(job.paths.errors.glob("*"))
+    shards = list(job.paths.weights().glob("*/model-*"))
+    assert shards and all(path.is_symlink() and not path.exists() for path in shards), "the servers' only source: ranks"
 
 
 def test_etcd_away_beyond_the_lease_loses_nothing(tmp_path):
@@ -133,7 +135,7 @@ def test_etcd_away_beyond_the_lease_loses_nothing(tmp_path):
 def test_node_away_beyond_the_lease_loses_nothing(tmp_path):
     """The first of two nodes has launcher, MasterWorker, a rank and etcd. All processes of the other one end."""
     with Hosts(2, ipv6=True) as hosts:
-        store = ["cluster.name_store.start=true", "cluster.lease_s=20"]
+        store = ["cluster.name_store.start=true", "cluster.lease_s=20", "weights.transport=memory"]
         with job_on(hosts, tmp_path, 2, *SETTINGS, *store) as running:
             running.live.until_step(2)
             running.interrupted(lambda heal: hosts.cut(0, heal=heal), PARTITION_S)

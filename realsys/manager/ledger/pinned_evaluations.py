@@ -34,9 +34,8 @@ from realsys.manager.ledger.events import (
     RolledBack,
     Snapshot,
 )
-from realsys.manager.ledger.prompt_order import sampling_seed
 from realsys.manager.messages import Answer, EvaluationReply, NotFound
-from realsys.types import PublishedVersion, Ticket
+from realsys.types import PublishedVersion, Ticket, sampling_seed
 
 MOST_RESTARTS = 2  # an evaluation whose version is lost more often has ended
 MAX_CAUSE = 300  # characters of the cause of a failure

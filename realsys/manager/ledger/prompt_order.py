@@ -17,11 +17,6 @@ def permutation(seed: int, epoch: int, size: int) -> npt.NDArray[np.int64]:
     return order
 
 
-def sampling_seed(*parts: int) -> int:
-    """Mix ``parts`` (trial seed, ticket number, attempt, ...) to a 31-bit seed."""
-    return int(np.random.SeedSequence(parts).generate_state(1)[0]) & 0x7FFFFFFF
-
-
 class PromptOrder:
     """Prompt index by position: position // size is the epoch. Holds the permutation of one epoch at a time."""
 

@@ -11,14 +11,11 @@ manager cannot know: the completions of a call that have ended, and the calls th
 from __future__ import annotations
 
 import math
-import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Protocol
-
-import numpy as np
 
 from realsys.manager.messages import ScheduleReply, ScheduleRequest
 from realsys.manager.routing.servers import Server, ServerRegistry
@@ -429,25 +426,3 @@ class Router:
             return self._servers.evaluates(server, minimum.version)
         served, published = self._servers.current(server), self._servers.published
         return served is not None and published is not None and minimum <= served.version <= published.version
-
-
-# ---- hashes of a prompt's prefixes, by which routing finds a server that has computed one
-
-
-BLOCK = 64  # tokens; engines share prefixes in whole pages, so smaller blocks would find no more
-MAX_BLOCKS = 32  # hashes per request
-
-
-def prefix_hashes(tokens: Sequence[int]) -> list[int]:
-    """Return a 32-bit hash of each prefix of whole blocks, shortest first, and last of the whole prompt.
-
-    Equal prompts get equal lists; prompts that share their first k blocks share the first k hashes.
-    """
-    data = np.asarray(tokens, np.int32).tobytes()
-    step = 4 * BLOCK
-    hashes, running = [], 0
-    for start in range(0, min(len(data), MAX_BLOCKS * step) - step + 1, step):
-        running = zlib.crc32(data[start : start + step], running)
-        hashes.append(running)
-    whole = zlib.crc32(data)
-    return hashes if hashes and hashes[-1] == whole else [*hashes, whole]

@@ -29,7 +29,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Literal
+from typing import Any, Literal
 
 from realsys.manager.ledger.staleness import StalenessBound
 from realsys.manager.routing.health import BlameRules, Health, Reports, backoff_s
@@ -588,6 +588,11 @@ class UpdateRecord:
     began: float
     timings: dict[str, float]
     error: str = ""
+
+    def row(self) -> dict[str, Any]:
+        """Return the record for GET /status: a stage that was not reported is None."""
+        stages = {stage: self.timings.get(stage) for stage in STAGES}
+        return {"server": self.server, "version": self.version, "began": self.began, "error": self.error, **stages}
 
 
 @dataclass(slots=True)

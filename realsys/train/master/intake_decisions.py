@@ -31,7 +31,7 @@ from realsys.algorithm.sequence_buffer import Batch, SequenceBuffer, StalePolicy
 from realsys.algorithm.token_losses import COPY, MASKED, STALE, TOO_OLD, StepLosses, TokenLosses
 from realsys.config.schema import Config
 from realsys.errors import PromptsUsedUp, StuckError, WaitTimeout
-from realsys.manager.decisions import MAX_REISSUES
+from realsys.manager.messages import MAX_REISSUES
 from realsys.model_calls import KeepDroppedRequest
 from realsys.types import SampleMeta
 

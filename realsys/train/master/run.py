@@ -352,7 +352,8 @@ def build_parts(ctx: WorkerContext, connections: Connections) -> MasterParts:
 
 def _build_publisher(ctx: WorkerContext, workers: ModelWorkers) -> Publisher:
     config, paths = ctx.config, ctx.paths
-    parts = PublisherParts(paths.weights(), model_dir(config, paths, ACTOR), ctx.incarnation, ctx.check_alive)
+    model = model_dir(config, paths, ACTOR)
+    parts = PublisherParts(paths.weights(), model, ctx.incarnation, ctx.check_alive, ctx.token)
     return Publisher(
         build_transport(config).publisher(parts),
         workers,

@@ -46,13 +46,18 @@ _AUXILIARY = re.compile(
 
 
 class VersionManifest(FolderManifest, frozen=True):
-    """Contents of MANIFEST.json. ``needs``: folders of earlier versions that this one refers to."""
+    """Contents of MANIFEST.json.
+
+    needs  folders of earlier versions that this one refers to
+    ranks  URL of the rank by the file that it has in its host's memory (``memory``)
+    """
 
     needs: list[str]
     version: int
     incarnation: str
     step: int
     tensors: dict[str, TensorInfo]
+    ranks: dict[str, str] = msgspec.field(default_factory=dict)
 
 
 VERSION = FolderFormat(
@@ -100,6 +105,7 @@ class ShardInfo(msgspec.Struct):
     size: int  # bytes
     checksum: str  # xxh3-64 of the whole file, hex
     tensors: dict[str, TensorInfo]
+    rank: str = ""  # URL of the rank that has it in its host's memory, to which the file in the folder is a link
 
 
 class DiskPlan(msgspec.Struct):
@@ -157,10 +163,12 @@ def commit(
     # A writer knows the files of earlier versions by the names that it gave them, without ".part".
     names = {(need, Path(file).stem): file for need in needs for file in load_manifest(tmp.parent / need).files}
     files: dict[str, FileInfo] = {}
+    ranks: dict[str, str] = {}
     for shard in sorted(shards, key=lambda shard: shard.file):
         file = shard.file if plain else f"{Path(shard.file).stem}.part"
         (tmp / shard.file).rename(tmp / file)
         files[file] = FileInfo(shard.size, shard.checksum)
+        ranks |= {file: shard.rank} if shard.rank else {}
         names |= {(folder, Path(file).stem): file for folder in (own, "")}
     for info in tensors.values():
         info.pieces = [_placed(piece, own, names, version) for piece in info.pieces]
@@ -173,7 +181,7 @@ def commit(
         dtypes[info.dtype] += tensor_bytes(info)
     for name, content in auxiliary_files(model_dir, dtypes.most_common(1)[0][0]).items():
         write_durably(tmp / name, content)
-    manifest = VersionManifest(needs, version, incarnation, step, tensors, files=files)
+    manifest = VersionManifest(needs, version, incarnation, step, tensors, ranks, files=files)
     return VERSION.commit(tmp, final or tmp.with_name(own), manifest, check_alive, replace=replace)
 
 
@@ -189,7 +197,8 @@ def _merged(folder: Path, version: int, shards: Sequence[ShardInfo]) -> dict[str
     tensors: dict[str, TensorInfo] = {}
     file_of: dict[str, str] = {}
     for shard in shards:
-        VERSION.check_size(folder / shard.file, FileInfo(shard.size, shard.checksum))
+        if not _elsewhere(folder / shard.file, shard.rank):
+            VERSION.check_size(folder / shard.file, FileInfo(shard.size, shard.checksum))
         for name, info in shard.tensors.items():
             if name in tensors:
                 raise WeightsError(f"weights v{version}: tensor {name} is in {file_of[name]} and in {shard.file}")
@@ -198,6 +207,11 @@ def _merged(folder: Path, version: int, shards: Sequence[ShardInfo]) -> dict[str
     if not tensors:
         raise WeightsError(f"weights v{version}: no rank wrote a tensor")
     return tensors
+
+
+def _elsewhere(path: Path, rank: str) -> bool:
+    """Return True if a file is in the memory of another host, where ``rank`` has it."""
+    return bool(rank) and not path.exists()
 
 
 def auxiliary_files(model_dir: Path, dtype: str) -> dict[str, bytes]:
@@ -288,7 +302,10 @@ def superfluous(root: Path, *, keep: int, in_use: Iterable[Path] = ()) -> tuple[
 def check_reference(directory: Path) -> None:
     """Raise WeightsError if a later version must not refer to this one: it is damaged, or its references are."""
     for folder in (directory, *_references(directory)):
-        VERSION.check_sizes(folder, load_manifest(folder))
+        manifest = load_manifest(folder)
+        for name, info in manifest.files.items():
+            if not _elsewhere(folder / name, manifest.ranks.get(name, "")):
+                VERSION.check_size(folder / name, info)
 
 
 def _references(directory: Path) -> set[Path]:

@@ -24,6 +24,7 @@ from realsys.cluster.files import FileInfo, TensorEntry
 from realsys.cluster.lease import CheckAlive, unleased
 from realsys.errors import WeightsError
 from realsys.model_files.weight_headers import StoredTensor, read_header, weight_files
+from realsys.weights.byte_ranges import RangeClient
 from realsys.weights.disk import manifest as manifests
 from realsys.weights.disk.delta import Bytes
 from realsys.weights.disk.manifest import ITEM_BYTES, ShardInfo, StoredPiece, TensorInfo
@@ -37,15 +38,17 @@ _HASH_CHUNK = 1 << 20  # bytes read and hashed at a time
 # ---- version to directory
 
 
-def materialise(directory: Path, target: Path, expected_version: int | None = None) -> None:
+def materialise(
+    directory: Path, target: Path, expected_version: int | None = None, shards: RangeClient | None = None
+) -> None:
     """Write the version in ``directory`` to ``target``, as a plain HF directory that refers to nothing else.
 
     Every tensor is verified before it is written. Raises WeightsError as ``stage`` does, also for another version than
-    ``expected_version``, if that is given.
+    ``expected_version``, if that is given. ``shards``: as in VersionReader.
     """
     manifest = manifests.load_manifest(directory, expected_version)
     origin = Origin(manifest.version, manifest.incarnation, manifest.step, directory)
-    with VersionReader(directory, manifest) as reader:
+    with VersionReader(directory, manifest, shards=shards) as reader:
         write_plain(target, origin, {name: manifest.tensors[name] for name in reader.order()}, reader.read)
 
 
@@ -144,9 +147,9 @@ def write_safetensors(
     return info, dict(zip(names, starts, strict=True))
 
 
-def verify(directory: Path, expected_version: int) -> None:
+def verify(directory: Path, expected_version: int, shards: RangeClient | None = None) -> None:
     """Read the version as a server does, every byte. Raises WeightsError as ``stage`` does."""
-    with VersionReader(directory, manifests.load_manifest(directory, expected_version)) as reader:
+    with VersionReader(directory, manifests.load_manifest(directory, expected_version), shards=shards) as reader:
         reader.read_all(VersionReader.read)
 
 

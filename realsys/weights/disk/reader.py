@@ -10,6 +10,7 @@ reader may have skipped versions, and the run may have been resumed from an olde
 
 from __future__ import annotations
 
+import http.client
 import logging
 import os
 import time
@@ -23,9 +24,17 @@ import numpy as np
 import xxhash
 
 from realsys.errors import WeightsError
+from realsys.weights.byte_ranges import RangeClient
 from realsys.weights.disk import delta
 from realsys.weights.disk.delta import Bytes
-from realsys.weights.disk.manifest import ITEM_BYTES, StoredPiece, TensorInfo, VersionManifest, tensor_bytes
+from realsys.weights.disk.manifest import (
+    ITEM_BYTES,
+    StoredPiece,
+    TensorInfo,
+    VersionManifest,
+    load_manifest,
+    tensor_bytes,
+)
 
 log = logging.getLogger(__name__)
 
@@ -93,15 +102,17 @@ class VersionReader:
 
     ``on_chunk`` is called after each chunk, as a sign of life. ``elsewhere`` may fill the memory of a tensor that
     must be read whole, from another place than the files; the bytes are verified all the same. Both are called by
-    the threads of ``read_all``.
+    the threads of ``read_all``. ``shards`` fetches from the ranks what they have in the memory of another host.
     """
 
     directory: Path
     manifest: VersionManifest
     on_chunk: Callable[[], None] = lambda: None
     elsewhere: Callable[[str, Bytes], bool] = lambda name, into: False
+    shards: RangeClient | None = None
     report: ReadReport = field(default_factory=ReadReport)
     _files: dict[Path, int] = field(default_factory=dict)
+    _ranks: dict[Path, dict[str, str]] = field(default_factory=dict)  # folder -> file -> URL
 
     def __enter__(self) -> VersionReader:
         return self
@@ -111,6 +122,8 @@ class VersionReader:
     ) -> None:
         while self._files:
             os.close(self._files.popitem()[1])
+        if self.shards is not None:
+            self.shards.close()
 
     def order(self) -> list[str]:
         """Return all names in the order of their first bytes in the files, so that disks read ahead."""
@@ -227,6 +240,8 @@ class VersionReader:
     def _check_length(self, piece: StoredPiece, name: str) -> None:
         """Raise WeightsError if the file is too short for ``piece``, before memory is allocated for it."""
         path = self._path(piece)
+        if self._rank_of(piece):
+            return
         try:
             size = os.fstat(self._open(path)).st_size
         except OSError as error:
@@ -251,7 +266,10 @@ class VersionReader:
         read = verified = 0.0
         done = 0
         try:
-            file = self._open(path)
+            if url := self._rank_of(piece):
+                done, read = piece.size, self._fetch_from(url, piece, into)
+                digest.update(view)
+            file = -1 if url else self._open(path)
             while done < piece.size:
                 start = time.perf_counter()
                 # preadv: a read at a position, into memory that exists. It may return fewer bytes.
@@ -268,12 +286,38 @@ class VersionReader:
             raise self._unreadable(path, piece, error) from error
         self.report.read_s += read
         self.report.verify_s += verified
-        self.report.bytes_read += piece.size
+        if url:
+            self.report.bytes_fetched += piece.size
+        else:
+            self.report.bytes_read += piece.size
         if digest.hexdigest() != piece.checksum:
             raise WeightsError(
                 f"{path}: the bytes of tensor {name} have checksum {digest.hexdigest()}, "
                 f"the manifest says {piece.checksum}: corrupt"
             )
+
+    def _rank_of(self, piece: StoredPiece) -> str:
+        """Return the URL of the rank that has the file of a piece in its memory; "" if this host has the file."""
+        path = self._path(piece)
+        if self.shards is None or path in self._files or path.exists():
+            return ""
+        if path.parent not in self._ranks:
+            manifest = load_manifest(path.parent) if piece.folder else self.manifest
+            self._ranks[path.parent] = manifest.ranks
+        return self._ranks[path.parent].get(piece.file, "")
+
+    def _fetch_from(self, url: str, piece: StoredPiece, into: Bytes) -> float:
+        """Fill ``into`` from a rank's memory; return the seconds. Raises WeightsError."""
+        assert self.shards is not None
+        start = time.perf_counter()
+        path = self._path(piece)
+        wanted = {"role": path.parent.parent.name, "folder": path.parent.name, "file": path.name}
+        try:
+            self.shards.fetch(url, wanted, piece.start, into, self.on_chunk)
+        except (OSError, http.client.HTTPException) as error:
+            problem = f"{type(error).__name__}: {error}"
+            raise WeightsError(f"{path} is in the memory of the rank at {url}: {problem}") from error
+        return time.perf_counter() - start
 
     def _path(self, piece: StoredPiece) -> Path:
         folder = self.directory.parent / piece.folder if piece.folder else self.directory

@@ -10,6 +10,7 @@ import msgspec
 
 from realsys.cluster.commit_folder import Removed
 from realsys.errors import WeightsError
+from realsys.weights.byte_ranges import RangeClient
 from realsys.weights.contract import (
     Committed,
     PublisherParts,
@@ -44,7 +45,7 @@ class DiskTransport(Transport):
         from realsys.weights.host_copies import SharedCopies
         from realsys.weights.host_reader import HostReader
 
-        return HostReader(SharedCopies(parts.trial, parts.model_dir))
+        return HostReader(SharedCopies(parts.trial, parts.model_dir, token=parts.token))
 
 
 class DiskPublisher:
@@ -57,6 +58,7 @@ class DiskPublisher:
         self._model_dir = parts.model_dir
         self._incarnation = parts.incarnation
         self._check_alive = parts.check_alive
+        self._shards = RangeClient(parts.token)
 
     def prepare(self, version: int, base: str) -> DiskPlan:
         """Make the version's ``.tmp`` folder, empty."""
@@ -91,7 +93,7 @@ class DiskPublisher:
 
     def verify(self, locator: str, version: int) -> None:
         """Read every byte of the version. Raises WeightsError."""
-        verify(Path(locator), version)
+        verify(Path(locator), version, self._shards)
 
     def prune(self, in_use: Sequence[str]) -> Removed:
         """Delete all but the newest ``keep`` versions, those in use, and the versions that these refer to.
@@ -107,4 +109,4 @@ class DiskPublisher:
 
     def export(self, locator: str, version: int, target: Path) -> None:
         """Write the version to ``target`` as a plain HF folder."""
-        materialise(Path(locator), target, version)
+        materialise(Path(locator), target, version, self._shards)

@@ -113,8 +113,12 @@ class Hosts:
         subprocess.run(argv, check=True, capture_output=True, timeout=COMMAND_TIMEOUT_S)
 
     def command(self, host: int, argv: Sequence[str]) -> list[str]:
-        """Return the command that runs ``argv`` on a host, under the host's own name. All of it is one process."""
-        inside = ["sh", "-c", 'hostname "$0" && exec "$@"', self.names[host], *argv]
+        """Return the command that runs ``argv`` on a host, under the host's own name. All of it is one process.
+
+        The shared memory of one command is not seen by any other one, as on hosts apart.
+        """
+        script = 'hostname "$0" && mount -t tmpfs tmpfs /dev/shm && exec "$@"'
+        inside = ["sh", "-c", script, self.names[host], *argv]
         return ["ip", "netns", "exec", self.spaces[host], "unshare", "--uts", *inside]
 
     def start(self, host: int, script: str, *arguments: str) -> subprocess.Popen[str]:

@@ -21,8 +21,7 @@ class WeightHosts:
     def host(self, name: str) -> tuple[HostReader, HttpServer]:
         memory = self._root / name
         memory.mkdir()
-        reader = self._stack.enter_context(closing(self.versions.server([memory])))
-        reader.token = TOKEN
+        reader = self._stack.enter_context(closing(self.versions.server([memory], token=TOKEN)))
         http = HttpServer(copy_app(reader.copies, token=TOKEN))
         http.start()
         self._stack.callback(http.close)

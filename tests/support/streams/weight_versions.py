@@ -50,9 +50,9 @@ class DiskVersions:
         self.paths.append(path)
         return path
 
-    def server(self, places: list[Path], silent_s: float = 10.0) -> HostReader:
+    def server(self, places: list[Path], silent_s: float = 10.0, token: str | None = None) -> HostReader:
         """Return the reader of a server on the host whose memory is ``places``."""
-        return HostReader(SharedCopies(self.root, self.model, places, silent_s))
+        return HostReader(SharedCopies(self.root, self.model, places, silent_s, token))
 
     def check(self, version: int, found: Tensors) -> None:
         assert found.keys() == self.truth[version].keys()

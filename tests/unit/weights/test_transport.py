@@ -4,97 +4,36 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from realsys.config.machine import Machine
 from realsys.config.rules import check
-from realsys.config.schema import Config, EmbeddedConfig, GenerationConfig
+from realsys.config.schema import Config
 from realsys.errors import ConfigError, Fenced, WeightsError
-from realsys.generation.embedded.decoder import read_tensors
-from realsys.generation.embedded.engine import EmbeddedEngine, build_engine
 from realsys.generation.weight_folder import FolderWriter
 from realsys.launch.cli import main
-from realsys.train.master.publish import Publisher, VersionKey
-from realsys.train.requests import SaveWeightsReply, SaveWeightsRequest
-from realsys.types import PublishedVersion
 from realsys.weights.contract import (
     Committed,
     PublisherParts,
-    ReaderParts,
     Share,
-    Transport,
     WriterParts,
     build_transport,
 )
 from realsys.weights.disk.stage import DiskReader
 from realsys.weights.disk.transport import DiskPublisher
 from tests.support.data.data_rows import FEW_ROWS
-from tests.support.ledger.memory_store import MemoryNameStore
 from tests.support.processes.config_trees import changed
-from tests.support.serving.generation_models import make_model
-from tests.support.streams.weight_ranks import WeightRanks
+from tests.support.streams.weight_trials import BOUND_S, Trial
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "docs" / "examples"
 MACHINE = Machine(cpus=8, memory_bytes=64 << 30)
-BOUND_S = 60.0
-
-
-class Trial:
-    """Two ranks and a master with their shared parts: each version changes one tensor of the model."""
-
-    def __init__(self, tmp_path: Path, transport: Transport) -> None:
-        self.root, self.model, self.transport = tmp_path / "weights", tmp_path / "model", transport
-        make_model("qwen2", self.model)
-        self.base = read_tensors(self.model)
-        self.parts = ReaderParts(0, self.model, tmp_path)
-        self.store = MemoryNameStore()
-        self._writers = [transport.writer(WriterParts(worker)) for worker in (0, 1)]
-        weights = transport.publisher(PublisherParts(self.root, self.model, "0001"))
-        name = transport.config.weights.transport
-        key = VersionKey(self.store, "newest")
-        self.publisher = Publisher(weights, WeightRanks(self._save), key, incarnation="0001", transport=name)
-
-    def tensors(self, version: int) -> dict[str, torch.Tensor]:
-        return {**self.base, "model.norm.weight": torch.full((48,), 1.0 + version)}
-
-    async def _save(self, request: SaveWeightsRequest) -> list[SaveWeightsReply]:
-        request = _sent(request)
-        replies = []
-        for rank, writer in enumerate(self._writers):
-            mine = dict(list(self.tensors(request.version).items())[rank::2])
-            share = Share(request.role, request.version, rank, 2, request.plan)
-            replies.append(_sent(SaveWeightsReply(writer.write(share, mine))))
-        return replies
-
-    def publish(self, version: int) -> PublishedVersion:
-        asyncio.run(self.publisher.publish(version, version))
-        self.publisher.keep([version])  # every server has it
-        return msgspec.json.decode(self.store.get("newest"), type=PublishedVersion)
-
-    @contextmanager
-    def engine(self) -> Iterator[EmbeddedEngine]:
-        config = GenerationConfig(embedded=EmbeddedConfig(max_running=2, max_queued=2, context_length=32))
-        reader = self.transport.reader(self.parts)
-        engine = build_engine(self.model, config, reader.stage)
-        engine.start()
-        try:
-            yield engine
-        finally:
-            engine.close()
-            reader.close()
-
-
-def _sent(message: Any) -> Any:
-    """A message as it arrives: plans and reports are plain values then."""
-    return msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=type(message))
 
 
 @pytest.fixture
@@ -213,7 +152,7 @@ def test_rewritten_version_must_keep_its_locator(trial: Trial) -> None:
 
 
 WRONG = {
-    "disc": ("weights.transport", "unknown weight transport: use one of disk, or package.module:name"),
+    "disc": ("weights.transport", "unknown weight transport: use one of disk, memory, or package.module:name"),
     "no_such_module:Mirror": ("weights.transport", "no module named 'no_such_module'"),
     "transport:Nothing": ("weights.transport", "has no attribute 'Nothing'"),
     "json:JSONDecoder": ("weights.transport", "the class lacks writer, publisher, reader"),

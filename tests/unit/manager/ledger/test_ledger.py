@@ -22,9 +22,10 @@ from realsys.manager.ledger.events import (
 )
 from realsys.manager.ledger.journal import decode_record, encode_record
 from realsys.manager.ledger.ledger import Ledger
-from realsys.manager.ledger.prompt_order import UNSEEN, Curriculum, PromptOrder, permutation, sampling_seed
+from realsys.manager.ledger.prompt_order import UNSEEN, Curriculum, PromptOrder, permutation
 from realsys.manager.ledger.staleness import StalenessBound
 from realsys.manager.ledger.ticket_history import PromptRates
+from realsys.types import sampling_seed
 
 
 def make(*, size=10, epochs=0, max_attempts=3):

@@ -9,10 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from realsys.manager.ledger.staleness import StalenessBound
+from realsys.manager.messages import BLOCK, MAX_BLOCKS, prefix_hashes
 from realsys.manager.routing.health import TRANSITIONS, BlameRules, Health, Reports
 from realsys.manager.routing.placement import (
-    BLOCK,
-    MAX_BLOCKS,
     STRATEGIES,
     ExpectedLength,
     LoadGate,
@@ -22,7 +21,6 @@ from realsys.manager.routing.placement import (
     RouteRequest,
     ServerLoad,
     make_strategy,
-    prefix_hashes,
 )
 from realsys.manager.routing.servers import FanOut, Idle, Pace, Probe, ServerRegistry, UpdateOrder
 from realsys.types import PublishedVersion, ServerAddress
