@@ -22,7 +22,7 @@ def install() -> None:
     for folder in spec.submodule_search_locations or () if spec is not None else ():
         for path in Path(folder).glob("_C*.so"):
             with contextlib.suppress(OSError):
-                torch.ops.load_library(str(path))
+                torch.ops.load_library(str(path))  # type: ignore[no-untyped-call]
     if _library is None and not hasattr(torch.ops.torchvision, "nms"):
         _library = torch.library.Library("torchvision", "FRAGMENT")  # type: ignore[no-untyped-call]
         for name in _OPERATORS:
