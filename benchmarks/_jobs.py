@@ -14,16 +14,18 @@ from realsys.observe.step_log import read_steps
 REALSYS = (sys.executable, "-m", "realsys.launch.cli")
 
 
-def run_job(root: Path, trial: str, overrides: Sequence[str], *, timeout_s: float = 3600) -> Path:
+def run_job(
+    root: Path, trial: str, overrides: Sequence[str], *, experiment: str = "arith", timeout_s: float = 3600
+) -> Path:
     """The trial's folder. Exits with the job's last words when it fails."""
-    command = [*REALSYS, "run", "experiment=arith", f"fileroot={root}", f"trial={trial}"]
+    command = [*REALSYS, "run", f"experiment={experiment}", f"fileroot={root}", f"trial={trial}"]
     result = subprocess.run(
         [*command, *overrides], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout_s
     )
     if result.returncode:
         words = result.stdout[-3000:] + result.stderr[-3000:]
         raise SystemExit(f"{' '.join(command)} failed with {result.returncode}:\n{words}")
-    return root / "arith" / trial
+    return root / experiment / trial
 
 
 def warm_start(root: Path) -> list[str]:

@@ -4,7 +4,7 @@ One rank in a process of its own, one bf16 model of a Qwen2 shape. In each round
 
     disk              written and synced to ``--folder``, committed, staged (from the page cache)
     memory            written to shared memory, committed, staged through the link by a server on the rank's host
-    memory, elsewhere the same version staged by a server that sees no link, over HTTP on the loopback device
+    memory elsewhere the same version staged by a server that sees no link, over HTTP on the loopback device
 
 Every version changes all weights. ``ratio``: sum over that of disk in the same round, median over the rounds.
 
@@ -97,14 +97,14 @@ def main() -> None:
     parser.add_argument("--folder", default=tempfile.gettempdir())
     options = parser.parse_args()
     torch.set_num_threads(1)
-    seconds: dict[str, list[tuple[float, float]]] = {"disk": [], "memory": [], "memory, elsewhere": []}
+    seconds: dict[str, list[tuple[float, float]]] = {"disk": [], "memory": [], "memory elsewhere": []}
     with (
         tempfile.TemporaryDirectory(dir=options.folder) as folder,
         tempfile.TemporaryDirectory(dir=SHARED_MEMORY) as memory,
     ):
         root, size = Path(folder), 0
         make_model(root / "model", options.scale)
-        hosts = {name: Path(memory) / name.replace(", ", "-") for name in seconds}
+        hosts = {name: Path(memory) / name.replace(" ", "-") for name in seconds}
         for host in hosts.values():
             host.mkdir()
         with (
@@ -117,7 +117,7 @@ def main() -> None:
                     start = time.perf_counter()
                     locator, size = sides.write(version)
                     written = time.perf_counter() - start
-                    for reader in [each for each in servers if each.split(",")[0] == name]:
+                    for reader in [each for each in servers if each.split()[0] == name]:
                         if reader != name:
                             hide(Path(locator))
                         start = time.perf_counter()

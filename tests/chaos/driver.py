@@ -164,14 +164,18 @@ class _Drive:
         """The hold before the row's first step, its faults, and a hold that keeps steps for the proof.
 
         A fault of an agent or launcher fires by the clock: without the second hold a fast run has used up the row's
-        steps by then, and stands before the next row's hold.
+        steps by then, and stands before the next row's hold. Any other fault fires by the steps, and the hold could keep
+        it from that: what a step publishes may become complete during the next ones.
         """
         gate = f"go-{number}"
         at = 2 + STEPS * number
         hold = Fault(f"hold-{number}", "master_worker/0", "master.batch", "hold", at=at, until=gate)
         seen = Fault(_seen(number), "master_worker/0", "master.batch", "hold", at=at + 3, until=_seen(number))
         disk = Fault("mount", "model_worker/0", "weights.write", "hold", until="mounted")
-        faults = [seen]
+        by_clock = (
+            row.act is not None or row.said or any(fault.worker.startswith("node_agent/") for fault in row.faults)
+        )
+        faults = [seen] if by_clock else []
         for part, fault in enumerate(row.faults):
             faults.append(msgspec.structs.replace(fault, name=f"{number}-{part}", gate=gate))
             if row.in_order:

@@ -9,16 +9,24 @@ from tests.chaos.schedule.rows import PHASES, SUSPENDED, SUSPENDED_S, Case, Row,
 STATELESS = ("rollout_worker/0", "generation_server/0", "gserver_manager/0")
 TRAINING = ("model_worker/0", "master_worker/0")
 RUNS = 8
+IN_MEMORY = "weights.transport=memory"
 
 
 def everybody(rng: random.Random) -> list[Case]:
-    """Every kind of worker at every phase, both signals: each run gets some of all, in a shuffled order."""
+    """Every kind of worker at every phase, both signals: each run gets some of all, in a shuffled order.
+
+    Every other run hands its weights over in memory.
+    """
     dealt: list[list[Row]] = [[] for _ in range(RUNS)]
     for number, victim in enumerate((*STATELESS, *TRAINING)):
         rows = struck(victim, list(PHASES), "kill") + struck(victim, list(PHASES), "stop")
         for at, found in enumerate(rng.sample(rows, len(rows))):
             dealt[(at + 4 * number) % RUNS].append(found)  # 4: so that each run gets as many as the next
-    return [Case(f"signals-{number}", tuple(rng.sample(rows, len(rows)))) for number, rows in enumerate(dealt)]
+    transports = [(), (IN_MEMORY,)] * RUNS
+    return [
+        Case(f"signals-{number}", tuple(rng.sample(rows, len(rows))), transports[number])
+        for number, rows in enumerate(dealt)
+    ]
 
 
 def two_ranks() -> Case:
@@ -29,7 +37,7 @@ def two_ranks() -> Case:
         rows += struck(second, ["train step", "checkpoint"], action, called=called, by=second)  # type: ignore[arg-type]
         rows += struck(second, ["weight write", "push"], action, called=called)  # type: ignore[arg-type]
     rows += struck("model_worker/0", ["checkpoint"], "kill", called="model_worker/0 of 2")
-    return Case("two-ranks", tuple(rows), ("allocation=sglang.d1p1m1+d2p1m1",))
+    return Case("two-ranks", tuple(rows), ("allocation=sglang.d1p1m1+d2p1m1", IN_MEMORY))
 
 
 def two_rollout_workers() -> Case:
