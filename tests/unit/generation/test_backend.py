@@ -75,7 +75,7 @@ def module(tmp_path, monkeypatch):
 
 
 BAD = [
-    (["vllm"], "unknown generation backend: use one of embedded, sglang, or package.module:name"),
+    (["vlm"], "unknown generation backend: use one of embedded, sglang, vllm, or package.module:name"),
     ([":Mine"], "unknown generation backend"),
     (["nowhere:Mine"], "no module named 'nowhere'"),
     (["broken_backend:Mine"], "cannot be imported: ModuleNotFoundError: No module named 'no_such_module'"),

@@ -19,7 +19,7 @@ import pytest
 
 from realsys.errors import GenerationError
 from realsys.generation.backend import Change
-from realsys.generation.sglang import supervisor
+from realsys.generation.child import supervisor
 from realsys.generation.sglang.process import Launch
 from tests.support.polling import ended, poll
 from tests.support.serving import sglang_stand_in
@@ -159,14 +159,13 @@ def test_silence_counts_only_without_a_pause(monkeypatch):
         return len(asked) < 20
 
     class Silent:
-        async def samples(self, http: object, timeout_s: float) -> bool:
+        async def samples(self, timeout_s: float) -> bool:
             asked.append("samples")
             return False
 
     async def body() -> str:
-        child = Silent()
-        child.ended = asyncio.get_running_loop().create_future()
-        return await watcher._watch(child, None)
+        child = SimpleNamespace(ended=asyncio.get_running_loop().create_future())
+        return await watcher._watch(child, Silent())
 
     def held_and_counted() -> bool:
         if value := held():
