@@ -44,7 +44,7 @@ def test_comma_shares_workers_between_layouts():
         ("d2", "joined by '+'"),
         ("sglang.d1+sglang.d1+d1", "exactly one inference part"),
         ("serve.d1+sglang.d1+d1", "exactly one inference part"),
-        ("vllm.d1+d1", "exactly one inference part"),
+        ("tgi.d1+d1", "exactly one inference part"),
         ("sglang.d1+critic.d1", "the actor has no part"),
         ("sglang.d1+d1+d1", "'actor' is given twice"),
         ("sglang.d1+actor.d1,critic.x2", "cannot read 'x2'"),
