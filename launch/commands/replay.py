@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import secrets
 import tempfile
 import uuid
 from argparse import ArgumentParser, Namespace
@@ -18,6 +19,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from realsys.cluster.files import write_secret
 from realsys.cluster.process import read_errors
 from realsys.config.device_plan import nodes_of, seats_of
 from realsys.config.machine import Machine
@@ -139,6 +141,7 @@ def _checked_job(config: Config, paths: TrialPaths, step: int) -> ReplayJob:
 async def _run(config: Config, paths: TrialPaths, job: ReplayJob) -> ReplayResult:
     for folder in (paths.logs, paths.errors):
         folder.mkdir()
+    write_secret(paths.token, secrets.token_urlsafe(32).encode())
     write_config(config, paths.config)
     (paths.root / "replay.json").write_bytes(msgspec.json.encode(job))
     run_id = f"replay-{uuid.uuid4().hex[:8]}"

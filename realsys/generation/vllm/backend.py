@@ -90,6 +90,8 @@ class VllmLaunch:
         if not self.gpus:
             # Blocks of 128 tokens, its default there, would leave most of a short prompt out of the prefix cache.
             options |= {"enforce-eager": True, "kv-cache-memory-bytes": _CPU_CACHE, "block-size": 32}
+            # After a part of a prompt vLLM sets the seed's numbers back by a token, which it cannot do on a CPU.
+            options["no-enable-chunked-prefill"] = True
         fixed: dict[str, Any] = {
             "host": LOOPBACK,
             "port": port,

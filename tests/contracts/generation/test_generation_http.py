@@ -23,6 +23,7 @@ from tests.support.serving.generation_servers import (
     CONTEXT,
     EOS,
     LONG,
+    MOST_VERSIONS,
     PROMPT,
     Crowd,
     check,
@@ -292,12 +293,14 @@ def test_streams_go_on_across_an_update(server):
         async with asyncio.TaskGroup() as callers:
             for slot in range(BUSY):
                 callers.create_task(keep_streaming(client, slot))
-            for version in itertools.cycle((1, 2)):
+            for version in range(1, MOST_VERSIONS):
                 told.clear()
                 await told.wait()
                 assert (await client.update_weights(server.url, str(server.paths[version]), version, BOUND_S)).success
                 if any(len(set(completion.versions.tolist())) > 1 for _, completion in streams):
                     break  # else all streams of that moment had just begun or ended
+            else:
+                pytest.fail("no update has met a stream")
             updated.set()
         for (so_far,), completion in streams:
             count = len(so_far.tokens)

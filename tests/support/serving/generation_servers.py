@@ -48,6 +48,7 @@ CONTEXT = 512
 VLLM_BLOCK = 32  # tokens of a block of its cache, on a CPU
 LONG = SamplingSpec(max_new_tokens=480)
 HEADS = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}  # of 32: vLLM has no smaller on a CPU
+MOST_VERSIONS = 12
 BUSY = 8  # requests of a crowd: more than an embedded server's rows
 EXAMPLES = Path(__file__).resolve().parents[3] / "docs" / "examples"
 #: For tests of the model behind the server; docs/examples/backend.py has none.
@@ -62,9 +63,8 @@ class ServerUnderTest:
     """A running server. ``models[v]`` is what transformers says about version v; no models: it echoes its prompt.
 
     ``start``: the version that it serves when a test begins. ``seeded``: a seed decides an answer whatever else runs;
-    SGLang needs its deterministic inference for that, which it has not on a CPU. ``pieces``: tokens of requests that
-    are no stream are shown when a piece ends, and a piece is longer than the completions of these tests. ``block``:
-    tokens of a block of its prefix cache.
+    SGLang needs its deterministic inference for that, which it has not on a CPU. ``block``: tokens of a block of its
+    prefix cache.
     """
 
     url: str
@@ -73,14 +73,13 @@ class ServerUnderTest:
     max_answers: int  # that it runs and queues
     start: int = -1
     seeded: bool = True
-    pieces: bool = False
     block: int = 1
     engine: GenerationEngine | None = None
 
 
 @dataclass(frozen=True)
 class Versions:
-    """A base model, -1, which is also published as version 0, and two more versions of its architecture."""
+    """A base model, -1, which is also published as version 0, and versions of two more models of its architecture."""
 
     models: dict[int, object]
     paths: dict[int, Path]
@@ -101,6 +100,9 @@ def make_versions(root: Path) -> Versions:
         models[version] = make_model("qwen2", path, seed=version + 10, eos=EOS, **HEADS)
         paths[version] = path if version < 0 else publish(root, version, path)
     models[0], paths[0] = models[-1], publish(root, 0, paths[-1])
+    for version in range(3, MOST_VERSIONS):  # the weights of 1 and 2 in turn
+        same = 2 - version % 2
+        models[version], paths[version] = models[same], publish(root, version, root / f"hf{same}")
     return Versions(models, paths)
 
 
@@ -160,7 +162,6 @@ def fresh(running: Running, versions: Versions) -> ServerUnderTest:
         16,
         start=0,
         seeded=vllm,
-        pieces=True,
         block=VLLM_BLOCK if vllm else 1,
         engine=running.engine,
     )
