@@ -99,7 +99,7 @@ class VllmLaunch:
             "enable-scale-out": True,  # the route that takes and returns tokens
             "enable-prompt-tokens-details": True,  # tokens that its cache had
             "max-logprobs": MAX_LOGPROBS,
-            "worker-extension-cls": "realsys_vllm.Worker",
+            "worker-extension-cls": "realsys_vllm.WorkerCalls",
         }
         flags = command_line_flags({**options, **self.options, **fixed})
         return [self.python, "-m", "vllm.entrypoints.cli.main", "serve", str(self.model_path), *flags]

@@ -7,7 +7,7 @@ from typing import Any
 _GREEDY = 1e-5  # vLLM takes lower temperatures for 0
 
 
-class Worker:
+class WorkerCalls:
     """Methods that vLLM's worker gets, for calls through ``/collective_rpc``."""
 
     model_runner: Any
