@@ -35,7 +35,8 @@ def test_users_options_replace_ours():
     text = " ".join(CPU.command(80))
     assert "--block-size 64" in text and "--enforce-eager" not in text and "--skip-tokenizer-init" in text
     assert text.endswith(
-        "--enable-scale-out --enable-prompt-tokens-details --max-logprobs 21 --worker-extension-cls realsys_vllm.WorkerCalls"
+        "--enable-scale-out --enable-prompt-tokens-details --max-logprobs 21 "
+        "--worker-extension-cls realsys_vllm.WorkerCalls"
     )
     assert "--kv-cache-memory-bytes" not in " ".join(replace(CPU, gpus=True).command(80))
 
