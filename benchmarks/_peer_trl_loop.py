@@ -47,8 +47,6 @@ def main() -> None:
     settings = json.loads(sys.argv[1])
     torch.set_num_threads(settings["threads"])
     rows = [json.loads(line) for line in Path(settings["data"]).read_text("utf-8").splitlines()]
-    if settings["chat"]:
-        rows = [row | {"prompt": [{"role": "user", "content": row["prompt"]}]} for row in rows]
     completions, updates = settings["completions"], settings["minibatches"]
     config = GRPOConfig(
         output_dir=settings["out"],

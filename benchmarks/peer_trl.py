@@ -39,14 +39,12 @@ class Job:
     overrides: list[str]
     model: Path
     data: Path
-    chat: bool
 
     def settings(self, steps: int, out: Path) -> dict[str, Any]:
         config = compose([f"experiment={self.name}", *self.overrides])
         return {
             "model": str(self.model),
             "data": str(self.data),
-            "chat": self.chat,
             "dtype": config.model.dtype,
             "completions": config.train.batch_groups * config.rollout.group_size,
             "group_size": config.rollout.group_size,
@@ -104,10 +102,10 @@ def main() -> None:
 def _job(name: str, root: Path) -> Job:
     if name == "smol":
         config = compose(["experiment=smol"])
-        return Job(name, ["evaluation.problems=0"], Path(config.model.path), Path(config.data.train), True)
+        return Job(name, ["evaluation.problems=0"], Path(config.model.path), Path(config.data.train))
     overrides = [*warm_start(root), "evaluation.problems=0"]
     warm = TrialPaths(root / "arith" / "warm")
-    return Job(name, overrides, warm.final_model, warm.data / "train.jsonl", False)
+    return Job(name, overrides, warm.final_model, warm.data / "train.jsonl")
 
 
 if __name__ == "__main__":
