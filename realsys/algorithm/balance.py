@@ -46,8 +46,8 @@ def training_flops(sizes: ModelSizes) -> tuple[float, float]:
         b = 3 * layers * heads * (2 + 2) * head_dim / 2 = 6 * layers * heads * head_dim
 
     Norms, rotation, softmax, embedding and optimizer are not counted, because they are small or equal for all
-    sequences; nor is it counted that prompt tokens skip the head. What is computed again in the backward pass takes
-    4/3: the head always, layers with activation recomputation. Inference takes a third.
+    sequences; nor is it counted that prompt tokens skip the head. Parts that the backward pass computes again
+    take 4/3: the head always, layers with activation recomputation. Inference takes a third.
     """
     attention = sizes.hidden * (2 * sizes.heads + 2 * sizes.kv_heads) * sizes.head_dim
     weights = sizes.layers * (attention + 3 * sizes.hidden * sizes.ffn) + sizes.hidden * sizes.outputs

@@ -113,7 +113,7 @@ AttentionKernel = Callable[
 _NEEDED = frozenset({"scale", "window_size"})
 _CAUSAL = (-1, 0)
 _WIDTH_STEP = 8  # the kernel's backward pass needs heads whose width is a multiple of it
-#: torch's name of a faster implementation, its module, what it is, and the major compute capabilities that it supports:
+#: torch's name of a faster implementation, its module, its title, and the major compute capabilities that it supports:
 #: 9 is Hopper, 10 Blackwell. The first that is installed and runs is used
 _FLASH_ATTENTION = (
     ("FA3", "flash_attn_interface", "FlashAttention 3 (module flash_attn_interface)", (9,)),
@@ -193,7 +193,7 @@ def activate_flash_attention(trial: Callable[[], None]) -> str:
 
 
 def fast_attention(major: int) -> list[tuple[str, str, str]]:
-    """Return name, module and title of what is faster than torch's own attention, for a major compute capability."""
+    """Return name, module and title of each implementation that is faster than torch's own on this capability."""
     return [(name, module, title) for name, module, title, majors in _FLASH_ATTENTION if major in majors]
 
 

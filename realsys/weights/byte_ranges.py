@@ -1,7 +1,7 @@
 """Bytes of weights from the memory of another host: the service of a host's files, and its client.
 
-    GET /copy?version=7&incarnation=0001              Range: bytes=a-b   ──> 206 with these bytes
-    GET /shard?folder=v00000007.0001&file=model-...   Range: bytes=a-b   ──> 404 if this process does not have the file
+    GET /copy?version=7&incarnation=0001                         Range: bytes=a-b   ──> 206 with these bytes
+    GET /shard?role=actor&folder=v00000007.0001&file=model-...   Range: bytes=a-b   ──> 404 without the file
 
 A server gives its copies to other servers (``host_reader``), a rank of the trainer gives its shards (``memory``).
 Readers verify the bytes against the manifest. Every request needs the token of the trial.

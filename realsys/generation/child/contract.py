@@ -1,4 +1,4 @@
-"""What an engine in a child process brings: how it is started, and how its HTTP API is called.
+"""Contract of an engine in a child process: its start, and the calls of its HTTP API.
 
     supervisor        ──> EngineLaunch: command line, environment, EngineApi
     requests, update  ──Piece──> EngineApi ──HTTP, loopback──> engine ──Reply──> requests
@@ -25,7 +25,7 @@ from realsys.generation.protocol import PauseMode
 from realsys.types import FinishReason, TopLogprobs
 
 CALL_TIMEOUT_S = 30.0  # bound on calls that do not generate
-PROBE_TIMEOUT_S = 120.0  # of the first token: a first forward pass may compile
+PROBE_TIMEOUT_S = 120.0  # bound on the first token: a first forward pass may compile
 _LOOK_S = 0.01  # between two questions whether a request is at work
 
 
@@ -143,11 +143,11 @@ class EngineApi(ABC):
 
     @abstractmethod
     async def abort(self, rids: Sequence[str]) -> None:
-        """End pieces with the tokens they have. One that the engine has not read yet may go on."""
+        """End pieces with the tokens they have. One that the engine has not read yet may continue."""
 
     @abstractmethod
     async def abort_all(self) -> None:
-        """As ``abort``, for all."""
+        """End all pieces with the tokens they have."""
 
     @abstractmethod
     async def pause(self, mode: PauseMode) -> None:

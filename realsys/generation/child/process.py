@@ -28,7 +28,7 @@ _SHARED_MEMORY = Path("/dev/shm")
 
 
 class EngineProcess(GuardedProcess):
-    """One run of an engine. Its guard removes what it leaves: shared memory, and the sockets of its processes."""
+    """One run of an engine. Its guard removes the shared memory and the sockets that it leaves."""
 
     def __init__(self, launch: EngineLaunch) -> None:
         """Start it on a free port. Raises OSError."""

@@ -61,7 +61,8 @@ class Row:
     ``in_order``: each of ``faults`` may fire once the one before it has. ``waits``: a RolloutWorker that generates
     nothing until they have fired, so that the other one must. ``logged``: a pattern that must be in a log; without
     it the fault was harmless. ``said``: patterns of the output of launcher and agents. Until ``act`` has returned and
-    all patterns have appeared, the MasterWorker holds the third step of the row: later steps prove the recovery.
+    all patterns have appeared, the MasterWorker holds the third step of the row, unless all of its faults are the
+    trainer's: later steps prove the recovery.
     """
 
     fault: str
