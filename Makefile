@@ -38,6 +38,8 @@ WAIT     := -n $(shell echo $$((2 * $(CORES)))) --dist worksteal
 TESTS_WITHOUT_TORCH := tests/unit/cluster/test_commit_folder.py \
 	tests/unit/config/test_compose.py $(addprefix tests/unit/observe/test_,step_records.py spans.py dropped_groups.py) \
 	tests/unit/observe/trackers
+# About N tests of the trainer, for the Megatron-Core of `make python-test`.
+TRAIN_SAMPLE := $(addprefix tests/contracts/train/megatron/test_,engine_training.py layouts.py meshes.py)
 TESTS  ?=
 ARGS   ?=
 # For `make pictures`: folder of a trial to make them from.
@@ -196,8 +198,8 @@ data-test: setup  ## run the tests that need pyarrow, datasets, reasoning-gym, h
 slurm-test: setup  ## run whole jobs on a SLURM of virtual nodes, as root; needs slurmctld, slurmd, slurm-client and etcd
 	$(PY) -m pytest tests/slurm -rs --durations=10 $(ARGS)
 
-python-test:  ## compile, import and test on Python 3.12 and 3.13, where installed, what needs no torch
-	.ci/other_pythons $(TESTS_WITHOUT_TORCH) $(COMPUTE) $(ARGS)
+python-test:  ## compile, import and test on Python 3.12 and 3.13, where installed, what needs no torch; on 3.12 also the trainer
+	PIP_ARGS="$(PIP_ARGS)" TRAIN_TESTS="$(TRAIN_SAMPLE) $(COMPUTE)" .ci/other_pythons $(TESTS_WITHOUT_TORCH) $(COMPUTE) $(ARGS)
 
 gpu-test: setup  ## run the tests that need a GPU; without one they are skipped by name (docs/gpu.md has more)
 	$(PY) -m pytest tests/gpu -m gpu -rs --durations=10 $(ARGS)

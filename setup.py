@@ -50,7 +50,8 @@ setup(
         "jinja2>=3.1",  # chat templates
         "matplotlib>=3.8",
         "math-verify>=0.8",
-        "megatron-core>=0.16.1,<0.17",
+        "megatron-core>=0.16.1,<0.17; python_version < '3.12'",  # 0.17 and newer have no wheel for Python 3.11
+        "megatron-core>=0.16.1,<0.20; python_version >= '3.12'",
         "msgspec>=0.18",
         "numpy>=1.26",
         "packaging>=23",  # realsys doctor compares versions
@@ -63,7 +64,7 @@ setup(
         "rich>=13",
         "safetensors>=0.4",
         "tokenizers>=0.21",
-        "torch>=2.11,<2.14",  # its attention kernel differs between versions (realsys.cluster.gpu_devices)
+        "torch>=2.11,<2.15",  # its attention kernel differs between versions (realsys.cluster.gpu_devices)
         "transformers>=4.50",
         "starlette>=0.40",
         "uvicorn>=0.30",

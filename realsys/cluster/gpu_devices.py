@@ -127,7 +127,7 @@ def choose_kernel(varlen_attn: Callable[..., Any], version: str = torch.__versio
     parameters = inspect.signature(varlen_attn).parameters
     if missing := sorted(_NEEDED - parameters.keys()):
         problem = f"varlen_attn of torch {version} has no parameter {' and no '.join(missing)}"
-        raise DeviceError(f"{problem}: install torch 2.11, 2.12 or 2.13")
+        raise DeviceError(f"{problem}: install torch 2.11 to 2.14")
     names_gqa = "enable_gqa" in parameters
 
     def attend(
@@ -158,7 +158,7 @@ def attention_kernel() -> AttentionKernel:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
         problem = f"torch {torch.__version__} has no torch.nn.attention.varlen.varlen_attn"
-        raise DeviceError(f"{problem}: install torch 2.11, 2.12 or 2.13") from None
+        raise DeviceError(f"{problem}: install torch 2.11 to 2.14") from None
     kernel = choose_kernel(varlen_attn)
     fast = activate_flash_attention(lambda: _try(kernel))
     log.info("attention kernel: varlen_attn of torch %s, %s", torch.__version__, fast or "its own FlashAttention 2")

@@ -114,5 +114,6 @@ def seed_megatron(device: Device, seed: int) -> None:
 def _stand_in_for_cuda() -> None:
     cpu = torch.device("cpu")
     torch.cuda.current_device = lambda: cpu  # type: ignore[assignment,return-value]
+    torch.cuda.current_stream = lambda *_args, **_kwargs: None  # type: ignore[assignment,return-value]
     torch.cuda.synchronize = lambda *_args, **_kwargs: None
     torch.cuda.empty_cache = lambda: None

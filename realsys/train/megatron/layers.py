@@ -28,6 +28,7 @@ from realsys.train.megatron.megatron_core import (
     TransformerBlockSubmodules,
     TransformerConfig,
     get_gpt_layer_local_spec,
+    set_mlp,
 )
 
 log = logging.getLogger(__name__)
@@ -358,7 +359,7 @@ def block_spec(config: TransformerConfig, layers: int) -> TransformerBlockSubmod
     spec = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=config.qk_layernorm)
     spec.submodules.input_layernorm = RMSNorm
     spec.submodules.pre_mlp_layernorm = RMSNorm
-    spec.submodules.mlp.module = SwigluMLP
+    set_mlp(spec, SwigluMLP)
     attention = spec.submodules.self_attention.submodules
     attention.core_attention = PackedAttention
     if config.qk_layernorm:

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from realsys.cluster.topology import Mesh
 from realsys.config.schema_cluster import ClusterConfig
 from realsys.train.megatron.device import Device
-from realsys.train.megatron.megatron_core import parallel_state
+from realsys.train.megatron.megatron_core import ALIASES, parallel_state
 
 #: Megatron's globals before any group is formed. A mesh starts from these: a global that it does
 #: not set must not keep another mesh's group.
@@ -241,7 +241,7 @@ def _megatron_globals(
     if worker in workers["position_embedding"]:
         values["_POSITION_EMBEDDING_GROUP"] = group["position_embedding"]
         values["_POSITION_EMBEDDING_GLOBAL_RANKS"] = list(workers["position_embedding"])
-    return values
+    return values | {name: values[plain] for name, plain in ALIASES.items()}
 
 
 def _workers_by_group(mesh: Mesh, rank: int) -> dict[str, tuple[int, ...]]:

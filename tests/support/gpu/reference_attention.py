@@ -13,6 +13,7 @@ RECORDED = {
     "2.11": ["return_aux", "scale", "window_size"],
     "2.12": ["return_aux", "scale", "window_size", "enable_gqa", "seqused_k", "block_table", "num_splits"],
     "2.13": ["return_aux", "scale", "window_size", "enable_gqa", "seqused_k", "block_table", "num_splits"],
+    "2.14": ["return_aux", "scale", "window_size", "enable_gqa", "seqused_k", "block_table", "num_splits"],
 }
 POSITIONAL = ["query", "key", "value", "cu_seq_q", "cu_seq_k", "max_q", "max_k"]
 

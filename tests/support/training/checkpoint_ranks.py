@@ -45,7 +45,9 @@ SINGLE = ParallelLayout()
 class FusedAdam(torch.optim.Optimizer):
     """AdamW as Transformer Engine and Apex keep it: the count of steps is in the group, not in a parameter's state."""
 
-    def __init__(self, params: Any, lr: float, weight_decay: float, betas: Any, eps: float, adam_w_mode: bool) -> None:
+    def __init__(
+        self, params: Any, lr: float, weight_decay: float, betas: Any, eps: float, adam_w_mode: bool, **_: Any
+    ) -> None:
         assert adam_w_mode
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "betas": betas, "eps": eps})
 

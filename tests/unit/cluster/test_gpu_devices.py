@@ -142,7 +142,7 @@ def random_tensors(heads, kv_heads, size=16, **how):
     return [torch.randn(total, count, size, **how).requires_grad_() for count in (heads, kv_heads, kv_heads)]
 
 
-@pytest.mark.parametrize("version", ["2.11", "2.12", "2.13"])
+@pytest.mark.parametrize("version", ["2.11", "2.12", "2.13", "2.14"])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (7, 1)])
 def test_kernel_path_equals_bucket_path(version, heads, kv_heads, monkeypatch):
     """Outputs and the gradients of query, key and value, with a kernel of each torch's signature."""
@@ -216,7 +216,7 @@ def test_kernel_gets_heads_of_a_multiple_of_eight(size, monkeypatch):
         torch.testing.assert_close(ours, expected, atol=5e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize(("version", "named"), [("2.11", False), ("2.12", True), ("2.13", True)])
+@pytest.mark.parametrize(("version", "named"), [("2.11", False), ("2.12", True), ("2.13", True), ("2.14", True)])
 def test_grouped_heads_are_named_where_known(version, named):
     calls: list[dict[str, Any]] = []
 
