@@ -38,7 +38,7 @@ WAIT     := -n $(shell echo $$((2 * $(CORES)))) --dist worksteal
 TESTS_WITHOUT_TORCH := tests/unit/cluster/test_commit_folder.py \
 	tests/unit/config/test_compose.py $(addprefix tests/unit/observe/test_,step_records.py spans.py dropped_groups.py) \
 	tests/unit/observe/trackers
-# About N tests of the trainer, for the Megatron-Core of `make python-test`.
+# 55 tests of the trainer, for the Megatron-Core of `make python-test`.
 TRAIN_SAMPLE := $(addprefix tests/contracts/train/megatron/test_,engine_training.py layouts.py meshes.py)
 TESTS  ?=
 ARGS   ?=
