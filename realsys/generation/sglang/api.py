@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -23,6 +23,7 @@ from realsys.generation.child.contract import (
 )
 from realsys.generation.client import decode_reply
 from realsys.generation.protocol import PauseMode
+from realsys.weights.group import UNDONE
 
 T = TypeVar("T")
 
@@ -163,6 +164,28 @@ class SglangApi(EngineApi):
         reply = decode_reply(f"SGLang{path}", await self.send(path, body, timeout_s), _Updated)
         if not reply.success:
             raise GenerationError(f"SGLang did not load version {version}: {reply.message}", retryable=True)
+
+    async def receive(self, order: dict[str, Any], version: int, timeout_s: float, *, flush: bool) -> str:
+        """Receive weights in an update session. Its plugin takes ``load_format=realsys``."""
+        await self.send("/begin_weight_update", {})
+        body: dict[str, Any] = {
+            "names": [],
+            "dtypes": [],
+            "shapes": [],
+            "group_name": msgspec.json.encode(order).decode(),
+        }
+        body |= {"load_format": "realsys", "weight_version": str(version), "flush_cache": flush}
+        path = "/update_weights_from_distributed"
+        try:
+            reply = decode_reply(f"SGLang{path}", await self.send(path, body, timeout_s), _Updated)
+        finally:
+            await self.send("/end_weight_update", {})
+        if not reply.success:
+            problem = f"SGLang did not load version {version}: {reply.message}"
+            if reply.message.endswith(UNDONE):
+                return problem
+            raise GenerationError(problem, retryable=True)
+        return ""
 
     async def renumber(self, version: int) -> None:
         body = {"new_version": str(version), "abort_all_requests": False}

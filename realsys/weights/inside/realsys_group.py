@@ -1,0 +1,212 @@
+"""Bytes of a weight version from the memory of a trainer rank into the ranks of one engine. Only torch is imported.
+
+    rank     file in shared memory ──pieces──> broadcast ─┐  one group for each transfer: rank 0 sends
+    engine   tensors <── digest <── pieces <──────────────┘  the others are the ranks of one engine
+
+The engine loads tensor after tensor in place. If one does not come, or is not the one that was sent, each of its ranks
+puts back the weights that it had: these are in host memory, where a thread copies them after each load.
+"""
+
+from __future__ import annotations
+
+import datetime
+import secrets
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed
+
+_c10d: Any = torch.distributed  # without types
+
+#: what the message of a failed load ends with if the engine has its earlier weights
+UNDONE = "its earlier weights are back"
+_PIECE = 64 << 20  # bytes of a broadcast
+_SILENCE = datetime.timedelta(seconds=20)  # the longest that a member waits for the others
+_WORDS = {"cpu": 1 << 15, "cuda": 1 << 24}  # words of a digest at a time: on a CPU they stay in its cache
+
+Described = tuple[str, str, list[int], str]  # name, torch's name of the type, shape, digest
+
+
+def digest(data: torch.Tensor) -> str:
+    """Return a checksum of uint8 [bytes], computed on their device.
+
+    The sum over all words of 8 bytes of the word times (2 * position + 1), modulo 2 ** 64: each changed word changes
+    it, and so does an exchange of two words.
+    """
+    if missing := -len(data) % 8:
+        data = torch.cat([data, data.new_zeros(missing)])
+    total, count = len(data), _WORDS[data.device.type]
+    places = 2 * torch.arange(count, dtype=torch.int64, device=data.device) + 1
+    every = data.view(torch.int64)
+    for begin in range(0, len(every), count):
+        words = every[begin : begin + count]
+        total += int((words * places[: len(words)]).sum()) + 2 * begin * int(words.sum())
+    return f"{total % 2**64:016x}"
+
+
+class Group:
+    """A process group beside those of the process."""
+
+    def __init__(self, store: Any, place: dict[str, Any], rank: int, own: str) -> None:
+        """``place``: of the sender. ``own``: address at which this process can be reached."""
+        store = _c10d.PrefixStore(place["secret"], store)
+        self.device = torch.device("cpu")
+        if place["backend"] == "nccl":
+            self.device = torch.device("cuda", torch.cuda.current_device())
+            bounded = _c10d.ProcessGroupNCCL.Options()
+            bounded._timeout = _SILENCE
+            self._group: Any = _c10d.ProcessGroupNCCL(store, rank, place["members"], bounded)
+        else:
+            options = _c10d.ProcessGroupGloo._Options()
+            options._devices = [_c10d.ProcessGroupGloo.create_device(hostname=own)]
+            options._timeout = _SILENCE
+            self._group = _c10d.ProcessGroupGloo(store, rank, place["members"], options)
+        self._options = _c10d.BroadcastOptions()
+        self._options.rootRank = self._options.rootTensor = 0
+
+    def broadcast(self, piece: torch.Tensor) -> None:
+        """Send a piece if this is the sender, else fill it. Raises RuntimeError."""
+        self._group.broadcast([piece], self._options).wait(_SILENCE)
+
+
+# ---- sender
+
+
+class Offer:
+    """A sender that waits for its receivers. ``place`` tells them where."""
+
+    def __init__(self, host: str, members: int, backend: str) -> None:
+        self._store = _c10d.TCPStore(host, 0, members, True, _SILENCE, wait_for_workers=False)
+        secret = secrets.token_hex(16)  # who does not know it finds no group
+        self.place: dict[str, Any] = {
+            "host": host,
+            "port": self._store.port,
+            "secret": secret,
+            "backend": backend,
+            "members": members,
+        }
+
+    def send(self, parts: Iterable[torch.Tensor]) -> None:
+        """Send uint8 [bytes] each, one after the other. Raises RuntimeError if a receiver does not come, or ends."""
+        group = Group(self._store, self.place, 0, self.place["host"])
+        for piece in _pieces(parts):
+            group.broadcast(piece.to(group.device))
+
+
+def _pieces(parts: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Yield all bytes as pieces of one size; the last is shorter."""
+    batch: list[torch.Tensor] = []
+    room = _PIECE
+    for part in parts:
+        while len(part):
+            batch.append(part[:room])
+            part, room = part[room:], room - len(batch[-1])
+            if not room:
+                yield torch.cat(batch)
+                batch, room = [], _PIECE
+    if batch:
+        yield torch.cat(batch)
+
+
+# ---- receiver
+
+
+def _received(place: dict[str, Any], rank: int, described: Iterable[Described]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of one sender. Raises RuntimeError; ValueError for one that is not as it was sent."""
+    store = _c10d.TCPStore(place["host"], place["port"], place["members"], False, _SILENCE, wait_for_workers=False)
+    group = Group(store, place, rank, _own_address(place["host"], place["port"]))
+    wanted = [(name, getattr(torch, dtype), shape, mark) for name, dtype, shape, mark in described]
+    sizes = [dtype.itemsize * torch.Size(shape).numel() for _, dtype, shape, _ in wanted]
+    left, piece = sum(sizes), torch.empty(0, dtype=torch.uint8, device=group.device)
+    for (name, dtype, shape, mark), size in zip(wanted, sizes, strict=True):
+        whole = torch.empty(size, dtype=torch.uint8, device=group.device)
+        done = 0
+        while done < size:
+            if not len(piece):
+                piece = torch.empty(min(_PIECE, left), dtype=torch.uint8, device=group.device)
+                group.broadcast(piece)
+                left -= len(piece)
+            count = min(size - done, len(piece))
+            whole[done : done + count] = piece[:count]
+            piece, done = piece[count:], done + count
+        if (found := digest(whole)) != mark:
+            raise ValueError(f"tensor {name} arrived with digest {found}, not {mark}")
+        yield name, whole.view(dtype).view(shape)
+
+
+def _own_address(host: str, port: int) -> str:
+    """Return the address of this machine from which it reaches the sender."""
+    import socket
+
+    with socket.create_connection((host, port), _SILENCE.total_seconds()) as connection:
+        return str(connection.getsockname()[0])
+
+
+def received(order: dict[str, Any], rank: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield all tensors that the senders of ``order`` send to this rank; the first receiver is rank 1."""
+    for sender in order["senders"]:
+        yield from _received(sender["place"], rank, sender["tensors"])
+
+
+def agreed(ok: bool, group: Any) -> bool:
+    """Return True on every rank of an engine if all of them call it with True. ``group``: theirs, for objects."""
+    votes = [ok] * torch.distributed.get_world_size(group)
+    torch.distributed.all_gather_object(votes, ok, group=group)
+    return all(votes)
+
+
+class Receiver:
+    """Loads versions into the model of one rank of an engine, or leaves it as it was.
+
+    ``ranks``: group of the engine's ranks.
+    """
+
+    def __init__(self, model: torch.nn.Module, rank: int, ranks: Any) -> None:
+        self._model = model
+        self._rank = rank
+        self._ranks = ranks
+        self._kept: dict[str, torch.Tensor] = {}
+        self._keeping: threading.Thread | None = None
+
+    def load(
+        self, order: dict[str, Any], apply: Callable[[Iterator[tuple[str, torch.Tensor]]], object]
+    ) -> tuple[bool, str]:
+        """Give all tensors of ``order`` to ``apply``, which loads them. Returns whether that succeeded, and why not."""
+        if self._keeping is None:
+            self._keep()
+        else:
+            self._keeping.join()
+        problem, left = "", sum(len(sender["tensors"]) for sender in order["senders"])
+
+        def counted() -> Iterator[tuple[str, torch.Tensor]]:
+            nonlocal left
+            for named in received(order, self._rank):
+                left -= 1
+                yield named
+
+        try:
+            apply(counted())
+        except Exception as error:
+            problem = f"{type(error).__name__}: {error}"
+        if not problem and left:
+            problem = f"{left} tensors were not loaded"
+        if not agreed(not problem, self._ranks):
+            self._put_back()
+            return False, f"{problem or 'another rank of the engine failed'}; {UNDONE}"
+        self._keeping = threading.Thread(target=self._keep, name="keep-weights", daemon=True)
+        self._keeping.start()
+        return True, ""
+
+    @torch.no_grad()
+    def _keep(self) -> None:
+        for name, weight in self._model.named_parameters():
+            if name not in self._kept:
+                self._kept[name] = torch.empty_like(weight, device="cpu", pin_memory=weight.is_cuda)
+            self._kept[name].copy_(weight)
+
+    @torch.no_grad()
+    def _put_back(self) -> None:
+        for name, weight in self._model.named_parameters():
+            weight.copy_(self._kept[name])
