@@ -34,7 +34,8 @@ class FolderWriter:
         """Return the folder of the reader; if it has none, write the verified bytes to ``target``.
 
         ``loaded``: the engine has the version of the last call. If this one has the same weights, nothing is
-        written. ``group``: the engine can receive them from the reader's senders. Raises WeightsError if the version is damaged or does not fit, OSError if it cannot be written.
+        written. ``group``: the engine can receive them from the reader's senders. Raises WeightsError if the version
+        is damaged or does not fit, OSError if it cannot be written.
         """
         if group and isinstance(self.reader, GroupReader):
             senders = self.reader.senders(locator, version, loaded=loaded)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from pathlib import Path
@@ -123,14 +123,19 @@ class GroupWriter(MemoryWriter):
         import torch
 
         try:
-            failpoint("rank.send")
             path, size = f"/proc/self/fd/{file.descriptor}", os.fstat(file.descriptor).st_size
             mapped = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
-            offer.send(mapped[start : start + count] for start, count in asked.parts)
+            offer.send(_parts(mapped, asked.parts))
         except (RuntimeError, OSError) as error:
             log.warning("%s of %s was not sent to %s: %s", asked.file, asked.folder, asked.server, error)
         finally:
             file.close()
+
+
+def _parts(mapped: torch.Tensor, parts: list[tuple[int, int]]) -> Iterator[torch.Tensor]:
+    for start, count in parts:
+        failpoint("weights.send")
+        yield mapped[start : start + count]
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,126 @@
+"""A sender or a receiver of a transfer by group is killed at each of its pieces: no engine keeps a mixture."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pytest
+import torch
+
+from realsys.weights.inside import realsys_group
+from realsys.weights.inside.realsys_group import UNDONE, Offer, Receiver, digest
+
+pytestmark = pytest.mark.processes
+PIECES = 10
+BOUND_S = 60.0
+NAMES = "abcde"
+fork = multiprocessing.get_context("fork")
+
+
+class Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        for name in NAMES:
+            self.register_parameter(name, torch.nn.Parameter(torch.zeros(512)))
+
+    def load(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+        with torch.no_grad():
+            for name, tensor in tensors:
+                getattr(self, name).copy_(tensor)
+
+
+def dying(at: int) -> Callable[..., None]:
+    """Broadcast as ever, but die before piece ``at``."""
+    plain, seen = realsys_group.Group.broadcast, []
+
+    def broadcast(group: Any, piece: torch.Tensor) -> None:
+        seen.append(piece)
+        if len(seen) > at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        plain(group, piece)
+
+    return broadcast
+
+
+def engine(pipe: Connection, die_at: int) -> None:
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    model = Model()
+    receiver = Receiver(model, 1, None)
+    while (order := pipe.recv()) is not None:
+        if order["version"] == 2 and die_at >= 0:
+            realsys_group.Group.broadcast = dying(die_at)
+        result = receiver.load(order, model.load)
+        pipe.send((*result, {value for weight in model.parameters() for value in weight.tolist()}))
+
+
+def rank(pipes: list[Connection], die_at: int) -> None:
+    """Send a version to one engine after the other."""
+    torch.set_num_threads(1)
+    while (version := pipes[0].recv()) is not None:
+        for number, pipe in enumerate(pipes):
+            offer = Offer("127.0.0.1", 2, "gloo")
+            parts = [torch.full((512,), float(version)) for _ in NAMES]
+            described = [
+                (name, "float32", [512], digest(part.view(torch.uint8)))
+                for name, part in zip(NAMES, parts, strict=True)
+            ]
+            pipe.send({"version": version, "senders": [{"place": offer.place, "tensors": described}]})
+            if number == 0 and version == 2 and die_at >= 0:
+                realsys_group.Group.broadcast = dying(die_at)
+            try:
+                offer.send(part.view(torch.uint8) for part in parts)
+            except RuntimeError:
+                assert number == 0
+
+
+@contextmanager
+def process(work: Callable[..., None], *arguments: object) -> Iterator[multiprocessing.process.BaseProcess]:
+    made = fork.Process(target=work, args=arguments)
+    made.start()
+    try:
+        yield made
+    finally:
+        made.kill()
+        made.join(BOUND_S)
+
+
+def result_of(pipe: Connection) -> tuple[bool, str, set[float]]:
+    assert pipe.poll(BOUND_S)
+    return pipe.recv()
+
+
+@pytest.mark.parametrize("at", range(PIECES))
+@pytest.mark.parametrize("victim", ["sender", "receiver"])
+def test_each_engine_has_a_whole_version(monkeypatch, victim, at):
+    monkeypatch.setattr(realsys_group, "_PIECE", 5 * 512 * 4 // PIECES)
+    (to_first, first), (to_second, second), (of_first, sends_first), (of_second, sends_second) = (
+        fork.Pipe() for _ in range(4)
+    )
+    with (
+        process(engine, first, at if victim == "receiver" else -1) as killed,
+        process(engine, second, -1),
+        process(rank, [sends_first, sends_second], at if victim == "sender" else -1),
+    ):
+        for end in (first, second, sends_first, sends_second):
+            end.close()
+        for version in (1, 2):
+            of_first.send(version)
+            to_first.send(of_first.recv())
+            if version == 1 or victim == "receiver":
+                if version == 1:
+                    assert result_of(to_first) == (True, "", {1.0})
+                to_second.send(of_second.recv())
+                assert result_of(to_second) == (True, "", {float(version)})
+        if victim == "sender":
+            success, problem, values = result_of(to_first)
+            assert not success and problem.endswith(UNDONE) and values == {1.0}
+        else:
+            killed.join(BOUND_S)
+            assert killed.exitcode == -signal.SIGKILL
