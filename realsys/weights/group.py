@@ -24,6 +24,7 @@ import msgspec
 from realsys.cluster.failpoint import failpoint
 from realsys.cluster.http_client import CallFailed, HttpClient
 from realsys.config.allocation import parse_allocation
+from realsys.config.schema import Config
 from realsys.errors import MALFORMED, ConfigError, WeightsError
 from realsys.weights.byte_ranges import OpenFile
 from realsys.weights.contract import ReaderParts, Share, WeightReader, WeightWriter, WriterParts
@@ -85,6 +86,10 @@ class _Asked(msgspec.Struct):
 class GroupWriter(MemoryWriter):
     """Writer of one rank's file, and sender of its bytes. A transfer has its own thread, group and open file."""
 
+    def __init__(self, files: WeightWriter, parts: WriterParts, config: Config) -> None:
+        super().__init__(files, parts, config)
+        self._limit_s = config.manager.update_timeout_s
+
     def write(self, share: Share, tensors: Mapping[str, torch.Tensor]) -> list[ShardInfo]:
         from realsys.weights.inside.realsys_group import digest
 
@@ -115,7 +120,8 @@ class GroupWriter(MemoryWriter):
 
         from realsys.weights.inside.realsys_group import Offer
 
-        offer = Offer(self.host, 1 + asked.receivers, "nccl" if torch.cuda.is_available() else "gloo")
+        backend = "nccl" if torch.cuda.is_available() else "gloo"
+        offer = Offer(self.host, 1 + asked.receivers, backend, self._limit_s)
         Thread(target=self._send, args=(offer, file, asked), name=f"send-{asked.server}", daemon=True).start()
         return offer.place
 
@@ -127,7 +133,7 @@ class GroupWriter(MemoryWriter):
             mapped = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
             offer.send(_parts(mapped, asked.parts))
         except (RuntimeError, OSError) as error:
-            log.warning("%s of %s was not sent to %s: %s", asked.file, asked.folder, asked.server, error)
+            log.warning("%s of %s was not sent to %s: %s", asked.file, asked.folder, asked.server, str(error))
         finally:
             file.close()
 

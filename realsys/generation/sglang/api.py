@@ -175,16 +175,14 @@ class SglangApi(EngineApi):
             "group_name": msgspec.json.encode(order).decode(),
         }
         body |= {"load_format": "realsys", "weight_version": str(version), "flush_cache": flush}
-        path = "/update_weights_from_distributed"
         try:
-            reply = decode_reply(f"SGLang{path}", await self.send(path, body, timeout_s), _Updated)
+            await self.send("/update_weights_from_distributed", body, timeout_s)  # with status 400 if it fails
+        except GenerationError as error:
+            if not str(error).endswith(UNDONE):
+                raise
+            return str(error)
         finally:
             await self.send("/end_weight_update", {})
-        if not reply.success:
-            problem = f"SGLang did not load version {version}: {reply.message}"
-            if reply.message.endswith(UNDONE):
-                return problem
-            raise GenerationError(problem, retryable=True)
         return ""
 
     async def renumber(self, version: int) -> None:

@@ -23,7 +23,7 @@ _c10d: Any = torch.distributed  # without types
 #: what the message of a failed load ends with if the engine has its earlier weights
 UNDONE = "its earlier weights are back"
 _PIECE = 64 << 20  # bytes of a broadcast
-_SILENCE = datetime.timedelta(seconds=20)  # the longest that a member waits for the others
+_SILENCE = datetime.timedelta(seconds=20)  # for which a member waits for the others, and a receiver for a piece
 _WORDS = {"cpu": 1 << 15, "cuda": 1 << 24}  # words of a digest at a time: on a CPU they stay in its cache
 
 Described = tuple[str, str, list[int], str]  # name, torch's name of the type, shape, digest
@@ -49,26 +49,29 @@ def digest(data: torch.Tensor) -> str:
 class Group:
     """A process group beside those of the process."""
 
-    def __init__(self, store: Any, place: dict[str, Any], rank: int, own: str) -> None:
-        """``place``: of the sender. ``own``: address at which this process can be reached."""
+    def __init__(
+        self, store: Any, place: dict[str, Any], rank: int, own: str, limit: datetime.timedelta = _SILENCE
+    ) -> None:
+        """``place``: of the sender. ``own``: address at which this process can be reached. ``limit`` of a broadcast."""
         store = _c10d.PrefixStore(place["secret"], store)
         self.device = torch.device("cpu")
         if place["backend"] == "nccl":
             self.device = torch.device("cuda", torch.cuda.current_device())
             bounded = _c10d.ProcessGroupNCCL.Options()
-            bounded._timeout = _SILENCE
+            bounded._timeout = limit
             self._group: Any = _c10d.ProcessGroupNCCL(store, rank, place["members"], bounded)
         else:
             options = _c10d.ProcessGroupGloo._Options()
             options._devices = [_c10d.ProcessGroupGloo.create_device(hostname=own)]
-            options._timeout = _SILENCE
+            options._timeout = limit
             self._group = _c10d.ProcessGroupGloo(store, rank, place["members"], options)
+        self._limit = limit
         self._options = _c10d.BroadcastOptions()
         self._options.rootRank = self._options.rootTensor = 0
 
     def broadcast(self, piece: torch.Tensor) -> None:
         """Send a piece if this is the sender, else fill it. Raises RuntimeError."""
-        self._group.broadcast([piece], self._options).wait(_SILENCE)
+        self._group.broadcast([piece], self._options).wait(self._limit)
 
 
 # ---- sender
@@ -77,7 +80,9 @@ class Group:
 class Offer:
     """A sender that waits for its receivers. ``place`` tells them where."""
 
-    def __init__(self, host: str, members: int, backend: str) -> None:
+    def __init__(self, host: str, members: int, backend: str, limit_s: float) -> None:
+        """``limit_s``: the receivers may take so long for what other senders send before."""
+        self._limit = datetime.timedelta(seconds=limit_s)
         self._store = _c10d.TCPStore(host, 0, members, True, _SILENCE, wait_for_workers=False)
         secret = secrets.token_hex(16)  # who does not know it finds no group
         self.place: dict[str, Any] = {
@@ -90,7 +95,7 @@ class Offer:
 
     def send(self, parts: Iterable[torch.Tensor]) -> None:
         """Send uint8 [bytes] each, one after the other. Raises RuntimeError if a receiver does not come, or ends."""
-        group = Group(self._store, self.place, 0, self.place["host"])
+        group = Group(self._store, self.place, 0, self.place["host"], self._limit)
         for piece in _pieces(parts):
             group.broadcast(piece.to(group.device))
 
@@ -113,10 +118,13 @@ def _pieces(parts: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
 # ---- receiver
 
 
-def _received(place: dict[str, Any], rank: int, described: Iterable[Described]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of one sender. Raises RuntimeError; ValueError for one that is not as it was sent."""
+def _join(place: dict[str, Any], rank: int) -> Group:
     store = _c10d.TCPStore(place["host"], place["port"], place["members"], False, _SILENCE, wait_for_workers=False)
-    group = Group(store, place, rank, _own_address(place["host"], place["port"]))
+    return Group(store, place, rank, _own_address(place["host"], place["port"]))
+
+
+def _received(group: Group, described: Iterable[Described]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of one sender. Raises RuntimeError; ValueError for one that is not as it was sent."""
     wanted = [(name, getattr(torch, dtype), shape, mark) for name, dtype, shape, mark in described]
     sizes = [dtype.itemsize * torch.Size(shape).numel() for _, dtype, shape, _ in wanted]
     left, piece = sum(sizes), torch.empty(0, dtype=torch.uint8, device=group.device)
@@ -145,9 +153,13 @@ def _own_address(host: str, port: int) -> str:
 
 
 def received(order: dict[str, Any], rank: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield all tensors that the senders of ``order`` send to this rank; the first receiver is rank 1."""
-    for sender in order["senders"]:
-        yield from _received(sender["place"], rank, sender["tensors"])
+    """Yield all tensors that the senders of ``order`` send to this rank; the first receiver is rank 1.
+
+    It joins all senders first: they hear of its end at once, whoever sends.
+    """
+    groups = [_join(sender["place"], rank) for sender in order["senders"]]
+    for group, sender in zip(groups, order["senders"], strict=True):
+        yield from _received(group, sender["tensors"])
 
 
 def agreed(ok: bool, group: Any) -> bool:
@@ -168,16 +180,14 @@ class Receiver:
         self._rank = rank
         self._ranks = ranks
         self._kept: dict[str, torch.Tensor] = {}
-        self._keeping: threading.Thread | None = None
+        self._keeping = threading.Thread(target=self._keep, name="keep-weights", daemon=True)
+        self._keeping.start()
 
     def load(
         self, order: dict[str, Any], apply: Callable[[Iterator[tuple[str, torch.Tensor]]], object]
     ) -> tuple[bool, str]:
         """Give all tensors of ``order`` to ``apply``, which loads them. Returns whether that succeeded, and why not."""
-        if self._keeping is None:
-            self._keep()
-        else:
-            self._keeping.join()
+        self._keeping.join()
         problem, left = "", sum(len(sender["tensors"]) for sender in order["senders"])
 
         def counted() -> Iterator[tuple[str, torch.Tensor]]:
@@ -195,9 +205,14 @@ class Receiver:
         if not agreed(not problem, self._ranks):
             self._put_back()
             return False, f"{problem or 'another rank of the engine failed'}; {UNDONE}"
+        self.loaded()
+        return True, ""
+
+    def loaded(self) -> None:
+        """Renew the copy, in a thread. Call it after each load, also of another kind."""
+        self._keeping.join()
         self._keeping = threading.Thread(target=self._keep, name="keep-weights", daemon=True)
         self._keeping.start()
-        return True, ""
 
     @torch.no_grad()
     def _keep(self) -> None:

@@ -33,6 +33,7 @@ class Ranks(Trial):
     def __init__(self, root: Path, versions: Versions) -> None:
         super().__init__(root, build_transport(changed("weights.transport=group")), token="secret")
         self._folder = versions.paths[-1].parent
+        self.locators: dict[int, str] = {}
 
     def tensors(self, version: int):
         return read_tensors(self._folder / f"hf{2 - version % 2}")
@@ -43,6 +44,7 @@ def ranks(server: ServerUnderTest, versions: Versions, tmp_path: Path, monkeypat
     (tmp_path / "memory").mkdir()
     monkeypatch.setattr(memory, "places", lambda: [tmp_path / "memory"])
     made = Ranks(tmp_path, versions)
+    made.locators = {version: made.publish(version).locator for version in (1, 2)}
     with receiving(server, made):
         yield made
     for writer in made.writers:
@@ -71,7 +73,7 @@ async def answer(client, server):
 def test_update_by_group_in_mid_answer(server, ranks):
     async def test(client):
         for version in (1, 2):
-            locator = ranks.publish(version).locator
+            locator = ranks.locators[version]
             crowd = await Crowd.decoding(client, server.url)
             result = await client.update_weights(server.url, locator, version, BOUND_S)
             assert result.success, result.message
@@ -100,9 +102,9 @@ def test_engine_keeps_its_weights_if_the_sender_ends(server, ranks, monkeypatch,
         send(group, piece)
 
     async def test(client):
-        assert (await client.update_weights(server.url, ranks.publish(1).locator, 1, BOUND_S)).success
+        assert (await client.update_weights(server.url, ranks.locators[1], 1, BOUND_S)).success
         before = await answer(client, server)
-        locator = ranks.publish(2).locator
+        locator = ranks.locators[2]
         monkeypatch.setattr(realsys_group, "_PIECE", 1 << 14)
         monkeypatch.setattr(realsys_group.Group, "broadcast", broadcast)
         result = await client.update_weights(server.url, locator, 2, BOUND_S)
@@ -119,7 +121,7 @@ def test_engine_keeps_its_weights_if_the_sender_ends(server, ranks, monkeypatch,
 @receives
 def test_damaged_bytes_are_not_loaded(server, ranks, tmp_path):
     async def test(client):
-        locator = ranks.publish(1).locator
+        locator = ranks.locators[1]
         for file in (tmp_path / "memory").glob("*/rank-1/*/*/*.safetensors"):
             content = np.memmap(file, np.uint8, "r+")
             content[-100:] ^= 1
@@ -135,11 +137,11 @@ def test_damaged_bytes_are_not_loaded(server, ranks, tmp_path):
 @receives
 def test_rank_without_the_file_is_named(server, ranks):
     async def test(client):
-        locator = ranks.publish(1).locator
+        locator = ranks.locators[1]
         for writer in ranks.writers:
             writer._http.close()
         result = await client.update_weights(server.url, locator, 1, BOUND_S)
-        assert not result.success and "does not send" in result.message
+        assert not result.success and "no rank sends" in result.message
         check(server, await answer(client, server))
 
     drive(test)

@@ -65,7 +65,7 @@ def rank(pipes: list[Connection], die_at: int) -> None:
     torch.set_num_threads(1)
     while (version := pipes[0].recv()) is not None:
         for number, pipe in enumerate(pipes):
-            offer = Offer("127.0.0.1", 2, "gloo")
+            offer = Offer("127.0.0.1", 2, "gloo", BOUND_S)
             parts = [torch.full((512,), float(version)) for _ in NAMES]
             described = [
                 (name, "float32", [512], digest(part.view(torch.uint8)))

@@ -98,7 +98,7 @@ def test_sender_without_a_receiver_ends(trial, reader, monkeypatch, caplog):
 
 def test_receiver_that_ends_is_the_senders_error(monkeypatch):
     monkeypatch.setattr(realsys_group, "_PIECE", 1 << 20)
-    offer = Offer("127.0.0.1", 2, "gloo")
+    offer = Offer("127.0.0.1", 2, "gloo", BOUND_S)
     described = [(name, "uint8", [1 << 20], "0" * 16) for name in "xyz"]
 
     def receive() -> None:

@@ -23,6 +23,7 @@ def register() -> None:
     for name, hook in (
         ("receive_weights_from_distributed", receive),
         ("load_weights_from_distributed", load),
+        ("update_weights_from_disk", load_from_disk),
     ):
         HookRegistry.register(f"{_UPDATER}.{name}", hook, HookType.AROUND)
 
@@ -47,4 +48,13 @@ def load(original: Callable[..., tuple[bool, str]], updater: Any, named_tensors:
             raise RuntimeError(problem)
 
     result: tuple[bool, str] = _receivers[id(model)].load(named_tensors, apply)
+    return result
+
+
+def load_from_disk(
+    original: Callable[..., tuple[bool, str]], updater: Any, *given: Any, **named: Any
+) -> tuple[bool, str]:
+    result = original(updater, *given, **named)
+    if (receiver := _receivers.get(id(updater.get_model()))) is not None:
+        receiver.loaded()
     return result
