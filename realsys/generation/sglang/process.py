@@ -42,7 +42,8 @@ class Launch:
     """Settings of one start. ``context``: tokens of a sequence; ``options``: of the user, by name without dashes.
 
     ``tokenizer``: SGLang loads the model's tokenizer and turns every token into text. ``span``: of the server.
-    ``shared``: training ranks or other servers may be on its GPUs, so its share is of the whole GPU.
+    ``shared``: training ranks or other servers may be on its GPUs, so its share is of the whole GPU. ``receives``: it
+    gets weights by group.
     """
 
     python: str
@@ -58,6 +59,7 @@ class Launch:
     tokenizer: bool = False
     span: NodeSpan = ONE_NODE
     shared: bool = False
+    receives: bool = False
 
     @property
     def api(self) -> type[SglangApi]:
@@ -104,7 +106,7 @@ class Launch:
             "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",
             "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # allows _CONTEXT_SLACK; realsys checks the true limit
         }
-        path = [_INSIDE, RECEIVER]
+        path = [_INSIDE, RECEIVER] if self.receives else []
         if not self.gpus:
             # The copy of this realsys, even if `make sglang-cpu` installed an older one.
             env |= {"SGLANG_USE_CPU_ENGINE": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -112,7 +114,7 @@ class Launch:
         else:
             # The GPUs of one server may be shared with ranks of the trainer, and have different amounts of free memory.
             env["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] = "0"
-        return env | {"PYTHONPATH": os.pathsep.join(map(str, path))}
+        return env | ({"PYTHONPATH": os.pathsep.join(map(str, path))} if path else {})
 
     def _own_options(self) -> dict[str, Any]:
         options: dict[str, Any] = {

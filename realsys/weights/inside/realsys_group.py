@@ -95,9 +95,15 @@ class Offer:
 
     def send(self, parts: Iterable[torch.Tensor]) -> None:
         """Send uint8 [bytes] each, one after the other. Raises RuntimeError if a receiver does not come, or ends."""
+        receivers = range(1, self.place["members"])
+        self._store.wait([_here(self.place, rank) for rank in receivers], _SILENCE)
         group = Group(self._store, self.place, 0, self.place["host"], self._limit)
         for piece in _pieces(parts):
             group.broadcast(piece.to(group.device))
+
+
+def _here(place: dict[str, Any], rank: int) -> str:
+    return f"{place['secret']}/here/{rank}"
 
 
 def _pieces(parts: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
@@ -120,6 +126,7 @@ def _pieces(parts: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
 
 def _join(place: dict[str, Any], rank: int) -> Group:
     store = _c10d.TCPStore(place["host"], place["port"], place["members"], False, _SILENCE, wait_for_workers=False)
+    store.set(_here(place, rank), "")
     return Group(store, place, rank, _own_address(place["host"], place["port"]))
 
 
