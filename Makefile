@@ -5,7 +5,7 @@ PY     := $(VENV)/bin/python
 STAMP  := $(VENV)/.installed
 SGLANG_VENV := .venv-sglang
 VLLM_VENV := .venv-vllm
-ENGINE_TESTS := $(addprefix tests/contracts/generation/test_generation_,http.py updates.py top.py kept_keys.py gateway.py) \
+ENGINE_TESTS := $(addprefix tests/contracts/generation/test_generation_,http.py updates.py group.py top.py kept_keys.py gateway.py) \
 	tests/system/generation/test_engine_job.py
 SGLANG_TESTS := $(ENGINE_TESTS) tests/unit/generation/sglang tests/contracts/generation/test_generation_grammars.py \
 	tests/system/generation/test_sglang_turns_job.py

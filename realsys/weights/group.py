@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import time
 from collections.abc import Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
@@ -131,7 +132,10 @@ class GroupWriter(MemoryWriter):
         try:
             path, size = f"/proc/self/fd/{file.descriptor}", os.fstat(file.descriptor).st_size
             mapped = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
+            begin = time.perf_counter()
             offer.send(_parts(mapped, asked.parts))
+            seconds = time.perf_counter() - begin
+            log.info("%s of %s is sent to %s in %.3f s", asked.file, asked.folder, asked.server, seconds)
         except (RuntimeError, OSError) as error:
             log.warning("%s of %s was not sent to %s: %s", asked.file, asked.folder, asked.server, str(error))
         finally:
