@@ -32,7 +32,7 @@ if TYPE_CHECKING:  # a client needs no service
     from realsys.cluster.http_server import Guard
 
 _CHUNK = 4 << 20
-_MAX_BODY = 1 << 16
+_MAX_BODY = 1 << 20
 _SILENCE_S = 10.0  # time without a byte after which a source is given up
 _SLOWEST = 10e6  # bytes per second; a source that is slower is given up
 _RANGE = re.compile(r"bytes=(\d{1,15})-(\d{1,15})")

@@ -13,7 +13,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,7 +74,7 @@ class GroupTransport(MemoryTransport):
 
 
 class _Asked(msgspec.Struct):
-    """Request for parts of a rank's file, by ``receivers`` ranks of an engine. ``parts``: first byte and number."""
+    """Request for tensors of a file, by ``receivers`` ranks of an engine. ``parts``: first byte and size of each."""
 
     role: str
     folder: str
@@ -133,19 +133,13 @@ class GroupWriter(MemoryWriter):
             path, size = f"/proc/self/fd/{file.descriptor}", os.fstat(file.descriptor).st_size
             mapped = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
             begin = time.perf_counter()
-            offer.send(_parts(mapped, asked.parts))
+            offer.send(mapped, asked.parts, lambda: failpoint("weights.send"))
             seconds = time.perf_counter() - begin
             log.info("%s of %s is sent to %s in %.3f s", asked.file, asked.folder, asked.server, seconds)
         except (RuntimeError, OSError) as error:
             log.warning("%s of %s was not sent to %s: %s", asked.file, asked.folder, asked.server, str(error))
         finally:
             file.close()
-
-
-def _parts(mapped: torch.Tensor, parts: list[tuple[int, int]]) -> Iterator[torch.Tensor]:
-    for start, count in parts:
-        failpoint("weights.send")
-        yield mapped[start : start + count]
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -191,14 +185,9 @@ class Senders:
     ) -> dict[str, Any]:
         from realsys.weights.disk.dtypes import torch_name
 
-        tensors, parts = self.manifest.tensors, list[tuple[int, int]]()
+        tensors = self.manifest.tensors
         names.sort(key=lambda name: tensors[name].pieces[0].start)
-        for name in names:
-            piece = tensors[name].pieces[0]
-            if parts and sum(parts[-1]) == piece.start:
-                parts[-1] = (parts[-1][0], parts[-1][1] + piece.size)
-            else:
-                parts.append((piece.start, piece.size))
+        parts = [(piece.start, piece.size) for name in names for piece in tensors[name].pieces]
         own = folder == self.directory.name
         asked = _Asked(self.directory.parent.name, folder, file, parts, receivers, self.server)
         try:

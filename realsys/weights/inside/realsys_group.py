@@ -12,7 +12,7 @@ from __future__ import annotations
 import datetime
 import secrets
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ _c10d: Any = torch.distributed  # without types
 #: what the message of a failed load ends with if the engine has its earlier weights
 UNDONE = "its earlier weights are back"
 _PIECE = 64 << 20  # bytes of a broadcast
+_ALIGNED = 8  # bytes; a view of another type begins at a multiple of its size
 _SILENCE = datetime.timedelta(seconds=20)  # for which a member waits for the others, and a receiver for a piece
 _WORDS = {"cpu": 1 << 15, "cuda": 1 << 24}  # words of a digest at a time: on a CPU they stay in its cache
 
@@ -69,9 +70,10 @@ class Group:
         self._options = _c10d.BroadcastOptions()
         self._options.rootRank = self._options.rootTensor = 0
 
-    def broadcast(self, piece: torch.Tensor) -> None:
-        """Send a piece if this is the sender, else fill it. Raises RuntimeError."""
-        self._group.broadcast([piece], self._options).wait(self._limit)
+    def broadcast(self, data: torch.Tensor) -> None:
+        """Send uint8 [bytes] if this is the sender, else fill them. Raises RuntimeError."""
+        for begin in range(0, len(data), _PIECE):
+            self._group.broadcast([data[begin : begin + _PIECE]], self._options).wait(self._limit)
 
 
 # ---- sender
@@ -93,32 +95,34 @@ class Offer:
             "members": members,
         }
 
-    def send(self, parts: Iterable[torch.Tensor]) -> None:
-        """Send uint8 [bytes] each, one after the other. Raises RuntimeError if a receiver does not come, or ends."""
+    def send(self, data: torch.Tensor, parts: Sequence[tuple[int, int]], on_batch: Callable[[], object]) -> None:
+        """Send tensors of ``data``, uint8 [bytes]. ``parts``: first byte and number of bytes of each.
+
+        Raises RuntimeError if a receiver does not come, or ends.
+        """
         receivers = range(1, self.place["members"])
         self._store.wait([_here(self.place, rank) for rank in receivers], _SILENCE)
         group = Group(self._store, self.place, 0, self.place["host"], self._limit)
-        for piece in _pieces(parts):
-            group.broadcast(piece.to(group.device))
+        for batch in _batches([count for _, count in parts]):
+            on_batch()
+            mine = [data[start : start + count] for start, count in parts[batch]]
+            group.broadcast((mine[0] if len(mine) == 1 else torch.cat(mine)).to(group.device))
+
+
+def _batches(sizes: Sequence[int]) -> Iterator[slice]:
+    """Yield the tensors that are sent together: as many as fit into a piece, or one."""
+    begin = total = 0
+    for at, size in enumerate(sizes):
+        if total and total + size > _PIECE:
+            yield slice(begin, at)
+            begin, total = at, 0
+        total += size
+    if sizes:
+        yield slice(begin, len(sizes))
 
 
 def _here(place: dict[str, Any], rank: int) -> str:
     return f"{place['secret']}/here/{rank}"
-
-
-def _pieces(parts: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Yield all bytes as pieces of one size; the last is shorter."""
-    batch: list[torch.Tensor] = []
-    room = _PIECE
-    for part in parts:
-        while len(part):
-            batch.append(part[:room])
-            part, room = part[room:], room - len(batch[-1])
-            if not room:
-                yield torch.cat(batch)
-                batch, room = [], _PIECE
-    if batch:
-        yield torch.cat(batch)
 
 
 # ---- receiver
@@ -130,25 +134,17 @@ def _join(place: dict[str, Any], rank: int) -> Group:
     return Group(store, place, rank, _own_address(place["host"], place["port"]))
 
 
-def _received(group: Group, described: Iterable[Described]) -> Iterator[tuple[str, torch.Tensor]]:
+def _received(group: Group, described: Sequence[Described]) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors of one sender. Raises RuntimeError; ValueError for one that is not as it was sent."""
-    wanted = [(name, getattr(torch, dtype), shape, mark) for name, dtype, shape, mark in described]
-    sizes = [dtype.itemsize * torch.Size(shape).numel() for _, dtype, shape, _ in wanted]
-    left, piece = sum(sizes), torch.empty(0, dtype=torch.uint8, device=group.device)
-    for (name, dtype, shape, mark), size in zip(wanted, sizes, strict=True):
-        whole = torch.empty(size, dtype=torch.uint8, device=group.device)
-        done = 0
-        while done < size:
-            if not len(piece):
-                piece = torch.empty(min(_PIECE, left), dtype=torch.uint8, device=group.device)
-                group.broadcast(piece)
-                left -= len(piece)
-            count = min(size - done, len(piece))
-            whole[done : done + count] = piece[:count]
-            piece, done = piece[count:], done + count
-        if (found := digest(whole)) != mark:
-            raise ValueError(f"tensor {name} arrived with digest {found}, not {mark}")
-        yield name, whole.view(dtype).view(shape)
+    sizes = [getattr(torch, dtype).itemsize * torch.Size(shape).numel() for _, dtype, shape, _ in described]
+    for batch in _batches(sizes):
+        data = torch.empty(sum(sizes[batch]), dtype=torch.uint8, device=group.device)
+        group.broadcast(data)
+        for (name, dtype, shape, mark), mine in zip(described[batch], torch.split(data, sizes[batch]), strict=True):
+            own = mine.clone() if mine.storage_offset() % _ALIGNED else mine
+            if (found := digest(own)) != mark:
+                raise ValueError(f"tensor {name} arrived with digest {found}, not {mark}")
+            yield name, own.view(getattr(torch, dtype)).view(shape)
 
 
 def _own_address(host: str, port: int) -> str:

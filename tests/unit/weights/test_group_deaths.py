@@ -39,11 +39,12 @@ def dying(at: int) -> Callable[..., None]:
     """Broadcast as ever, but die before piece ``at``."""
     plain, seen = realsys_group.Group.broadcast, []
 
-    def broadcast(group: Any, piece: torch.Tensor) -> None:
-        seen.append(piece)
-        if len(seen) > at:
-            os.kill(os.getpid(), signal.SIGKILL)
-        plain(group, piece)
+    def broadcast(group: Any, data: torch.Tensor) -> None:
+        for piece in data.split(realsys_group._PIECE):
+            seen.append(piece)
+            if len(seen) > at:
+                os.kill(os.getpid(), signal.SIGKILL)
+            plain(group, piece)
 
     return broadcast
 
@@ -75,7 +76,7 @@ def rank(pipes: list[Connection], die_at: int) -> None:
             if number == 0 and version == 2 and die_at >= 0:
                 realsys_group.Group.broadcast = dying(die_at)
             try:
-                offer.send(part.view(torch.uint8) for part in parts)
+                offer.send(torch.cat(parts).view(torch.uint8), [(2048 * at, 2048) for at in range(len(NAMES))], bool)
             except RuntimeError:
                 assert number == 0
 

@@ -108,7 +108,7 @@ def test_receiver_that_ends_is_the_senders_error(monkeypatch):
     receiver = threading.Thread(target=receive)
     receiver.start()
     with pytest.raises(RuntimeError):
-        offer.send([torch.ones(3 << 20, dtype=torch.uint8)])
+        offer.send(torch.ones(3 << 20, dtype=torch.uint8), [(at << 20, 1 << 20) for at in range(3)], lambda: None)
     receiver.join(BOUND_S)
 
 
