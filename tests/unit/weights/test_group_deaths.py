@@ -20,6 +20,7 @@ pytestmark = pytest.mark.processes
 PIECES = 10
 BOUND_S = 60.0
 NAMES = "abcde"
+PARTS = [(2048 * at, 2048) for at in range(len(NAMES))]
 fork = multiprocessing.get_context("fork")
 
 
@@ -33,6 +34,13 @@ class Model(torch.nn.Module):
         with torch.no_grad():
             for name, tensor in tensors:
                 getattr(self, name).copy_(tensor)
+
+
+def offered(version: int, receivers: int = 1) -> tuple[Offer, list[Any], torch.Tensor]:
+    """A sender of a version with its number as each value, what it sends, and the bytes."""
+    part = torch.full((512,), float(version)).view(torch.uint8)
+    described = [(name, "float32", [512], digest(part)) for name in NAMES]
+    return Offer("127.0.0.1", 1 + receivers, "gloo", BOUND_S), described, part.repeat(len(NAMES))
 
 
 def dying(at: int) -> Callable[..., None]:
@@ -66,17 +74,12 @@ def rank(pipes: list[Connection], die_at: int) -> None:
     torch.set_num_threads(1)
     while (version := pipes[0].recv()) is not None:
         for number, pipe in enumerate(pipes):
-            offer = Offer("127.0.0.1", 2, "gloo", BOUND_S)
-            parts = [torch.full((512,), float(version)) for _ in NAMES]
-            described = [
-                (name, "float32", [512], digest(part.view(torch.uint8)))
-                for name, part in zip(NAMES, parts, strict=True)
-            ]
+            offer, described, data = offered(version)
             pipe.send({"version": version, "senders": [{"place": offer.place, "tensors": described}]})
             if number == 0 and version == 2 and die_at >= 0:
                 realsys_group.Group.broadcast = dying(die_at)
             try:
-                offer.send(torch.cat(parts).view(torch.uint8), [(2048 * at, 2048) for at in range(len(NAMES))], bool)
+                offer.send(data, PARTS, bool)
             except RuntimeError:
                 assert number == 0
 
@@ -125,3 +128,42 @@ def test_each_engine_has_a_whole_version(monkeypatch, victim, at):
         else:
             killed.join(BOUND_S)
             assert killed.exitcode == -signal.SIGKILL
+
+
+def ranks_of_one_engine(pipe: Connection, rank: int, meeting: str) -> None:
+    """A rank of an engine of two; the second one cannot load the last tensor of version 2."""
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
+    model = Model()
+    receiver = Receiver(model, 1 + rank, None)
+
+    def load(tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in tensors:
+            if (rank, name, tensor[0]) == (1, NAMES[-1], 2.0):
+                raise MemoryError("no room")
+            model.load(iter([(name, tensor)]))
+
+    while (order := pipe.recv()) is not None:
+        result = receiver.load(order, load)
+        pipe.send((*result, {value for weight in model.parameters() for value in weight.tolist()}))
+
+
+def test_ranks_of_an_engine_keep_a_version_together(tmp_path):
+    pipes = [fork.Pipe() for _ in range(2)]
+    meeting = str(tmp_path / "meeting")
+    with (
+        process(ranks_of_one_engine, pipes[0][1], 0, meeting),
+        process(ranks_of_one_engine, pipes[1][1], 1, meeting),
+    ):
+        results = []
+        for version in (1, 2, 3):
+            offer, described, data = offered(version, receivers=2)
+            for pipe, _ in pipes:
+                pipe.send({"senders": [{"place": offer.place, "tensors": described}]})
+            offer.send(data, PARTS, bool)
+            results.append([result_of(pipe) for pipe, _ in pipes])
+    whole, refused, next_one = results
+    assert whole == [(True, "", {1.0})] * 2 and next_one == [(True, "", {3.0})] * 2
+    assert [(success, values) for success, _, values in refused] == [(False, {1.0})] * 2
+    problems = [problem for _, problem, _ in refused]
+    assert problems == [f"another rank of the engine failed; {UNDONE}", f"MemoryError: no room; {UNDONE}"]
