@@ -40,8 +40,6 @@ if TYPE_CHECKING:
     from starlette.responses import Response
 
 log = logging.getLogger(__name__)
-RECEIVER = Path(__file__).with_name("inside")  # for the path of an engine's interpreter
-UNDONE = "its earlier weights are back"  # as in inside/realsys_group
 SEND = "/send"
 _OFFER_TIMEOUT_S = 10.0
 

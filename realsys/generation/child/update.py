@@ -23,6 +23,7 @@ import logging
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from safetensors import SafetensorError, safe_open
 
@@ -33,7 +34,9 @@ from realsys.generation.child.requests import Traffic
 from realsys.generation.child.supervisor import EngineRun
 from realsys.generation.protocol import PauseMode, UpdateResult
 from realsys.observe.spans import span
-from realsys.weights.group import Senders
+
+if TYPE_CHECKING:
+    from realsys.weights.group import Senders
 
 log = logging.getLogger(__name__)
 

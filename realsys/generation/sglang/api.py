@@ -23,7 +23,7 @@ from realsys.generation.child.contract import (
 )
 from realsys.generation.client import decode_reply
 from realsys.generation.protocol import PauseMode
-from realsys.weights.group import UNDONE
+from realsys.weights.inside import UNDONE
 
 T = TypeVar("T")
 

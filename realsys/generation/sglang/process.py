@@ -23,7 +23,7 @@ from realsys.errors import GenerationError
 from realsys.generation.backend import ONE_NODE, NodeSpan
 from realsys.generation.child.process import LOOPBACK, EngineProcess, engine_environment
 from realsys.generation.sglang.api import SglangApi
-from realsys.weights.group import RECEIVER
+from realsys.weights.inside import INSIDE
 
 CPU_SUPPORT = Path(__file__).with_name("cpu_support")
 _INSIDE = Path(__file__).with_name("inside")  # a plugin of SGLang
@@ -106,7 +106,7 @@ class Launch:
             "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",
             "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # allows _CONTEXT_SLACK; realsys checks the true limit
         }
-        path = [_INSIDE, RECEIVER] if self.receives else []
+        path = [_INSIDE, INSIDE] if self.receives else []
         if not self.gpus:
             # The copy of this realsys, even if `make sglang-cpu` installed an older one.
             env |= {"SGLANG_USE_CPU_ENGINE": "1", "CUDA_VISIBLE_DEVICES": ""}

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from realsys.errors import ConfigError, WeightsError
-from realsys.weights import memory
+from realsys.weights import inside, memory
 from realsys.weights.contract import build_transport
 from realsys.weights.group import GroupReader
 from realsys.weights.inside import realsys_group
@@ -76,6 +76,10 @@ def test_older_version_is_refused(trial, reader):
     assert reader.senders(newer, 1, loaded=False) is not None
     with pytest.raises(WeightsError, match="is older than version 1"):
         reader.senders(older, 0, loaded=False)
+
+
+def test_engines_and_servers_have_one_word_for_it():
+    assert inside.UNDONE == realsys_group.UNDONE and (inside.INSIDE / "realsys_group.py").is_file()
 
 
 def test_token_is_needed(trial, reader):
