@@ -5,6 +5,7 @@ TRL #6913 and AReaL #1439: a transfer whose other side had gone left the engine 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,7 +21,16 @@ from realsys.weights import memory
 from realsys.weights.contract import build_transport
 from realsys.weights.inside import realsys_group
 from tests.support.processes.config_trees import changed
-from tests.support.serving.generation_servers import BOUND_S, PROMPT, Crowd, ServerUnderTest, Versions, check, drive
+from tests.support.serving.generation_servers import (
+    BOUND_S,
+    PROMPT,
+    Crowd,
+    ServerUnderTest,
+    Versions,
+    check,
+    drive,
+    keeping,
+)
 from tests.support.streams.weight_trials import Trial
 
 receives = pytest.mark.parametrize("backend", ["sglang", "sglang-derived", "vllm"], indirect=True, scope="module")
@@ -64,13 +74,16 @@ def receiving(server: ServerUnderTest, ranks: Ranks) -> Iterator[None]:
     reader.close()
 
 
-async def answer(client, server):
+async def answer_of(client, server):
     [made] = await client.generate(server.url, PROMPT, GREEDY, rid="", seed=1)
     return made
 
 
 @receives
-def test_update_by_group_in_mid_answer(server, ranks):
+@pytest.mark.parametrize("keep", [False, True])
+def test_update_by_group_in_mid_answer(server, ranks, keep):
+    """With kept keys the rest of an answer attends to keys of earlier weights: its log-probs are of both."""
+
     async def test(client):
         for version in (1, 2):
             locator = ranks.locators[version]
@@ -82,10 +95,13 @@ def test_update_by_group_in_mid_answer(server, ranks):
             assert any(version in a.versions for a in answers)
             for answer in answers:
                 assert (np.diff(answer.versions) >= 0).all()
-                check(server, answer)
+                if not keep:
+                    check(server, answer)
+            check(server, await answer_of(client, server))
         assert (await client.model_info(server.url)).weight_version == "2"
 
-    drive(test)
+    with keeping(server, 0) if keep else contextlib.nullcontext():
+        drive(test)
 
 
 @receives
@@ -103,17 +119,17 @@ def test_engine_keeps_its_weights_if_the_sender_ends(server, ranks, monkeypatch,
 
     async def test(client):
         assert (await client.update_weights(server.url, ranks.locators[1], 1, BOUND_S)).success
-        before = await answer(client, server)
+        before = await answer_of(client, server)
         locator = ranks.locators[2]
         monkeypatch.setattr(realsys_group, "_PIECE", 1 << 14)
         monkeypatch.setattr(realsys_group.Group, "broadcast", broadcast)
         result = await client.update_weights(server.url, locator, 2, BOUND_S)
         assert not result.success and "its earlier weights are back" in result.message
-        after = await answer(client, server)
+        after = await answer_of(client, server)
         assert after.tokens.tolist() == before.tokens.tolist() and set(after.versions.tolist()) == {1}
         assert np.allclose(after.logprobs, before.logprobs, atol=1e-6)
         assert (await client.update_weights(server.url, locator, 2, BOUND_S)).success
-        check(server, await answer(client, server))
+        check(server, await answer_of(client, server))
 
     drive(test)
 
@@ -127,7 +143,7 @@ def test_damaged_bytes_are_not_loaded(server, ranks, tmp_path):
             content[-100:] ^= 1
         result = await client.update_weights(server.url, locator, 1, BOUND_S)
         assert not result.success and "arrived with digest" in result.message
-        after = await answer(client, server)
+        after = await answer_of(client, server)
         assert set(after.versions.tolist()) == {server.start}
         check(server, after)
 
@@ -142,6 +158,6 @@ def test_rank_without_the_file_is_named(server, ranks):
             writer._http.close()
         result = await client.update_weights(server.url, locator, 1, BOUND_S)
         assert not result.success and "no rank sends" in result.message
-        check(server, await answer(client, server))
+        check(server, await answer_of(client, server))
 
     drive(test)
