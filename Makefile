@@ -5,7 +5,7 @@ PY     := $(VENV)/bin/python
 STAMP  := $(VENV)/.installed
 SGLANG_VENV := .venv-sglang
 VLLM_VENV := .venv-vllm
-ENGINE_TESTS := $(addprefix tests/contracts/generation/test_generation_,http.py updates.py top.py kept_keys.py gateway.py) \
+ENGINE_TESTS := $(addprefix tests/contracts/generation/test_generation_,http.py updates.py group.py top.py kept_keys.py gateway.py) \
 	tests/system/generation/test_engine_job.py
 SGLANG_TESTS := $(ENGINE_TESTS) tests/unit/generation/sglang tests/contracts/generation/test_generation_grammars.py \
 	tests/system/generation/test_sglang_turns_job.py
@@ -47,7 +47,7 @@ TRIAL ?=
 # For `make setup`. On Linux the default package index has torch for CUDA (several GB). For the CPU build name an index that
 # has it, as PyTorch's installation page does: make setup PIP_ARGS='--extra-index-url URL'
 PIP_ARGS ?=
-# All but gpu_* (they need a GPU), before_after (it needs a second checkout) and peer_trl (it needs TRL).
+# All but gpu_* (they need a GPU), before_after (it needs a second checkout), peer_trl (it needs TRL) and weight_loads (SGLang).
 BENCHES ?= agent_processes microbatch dp_balance train_step shared_prefixes step_parts train_throughput memory streams weights weights_fan_out publication weight_transports host_staging \
 	router manager_load held_allocations heartbeats join control_plane reward_service generation prefill prefix_cache interruption simulate \
 	async_vs_sync agreement algorithms slow_prompts staleness fuzz ledger_cost round_trip spans telemetry soak code_reward code_neighbours retokenise gateway gateway_neighbours published planner trackers

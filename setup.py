@@ -36,7 +36,7 @@ setup(
         "realsys.slurm": ["*.sh", "cluster/*.yaml", "*.md"],
         "realsys.observe.page": ["static/*"],
         # for the interpreters that run SGLang and vLLM
-        "realsys.generation.sglang": ["cpu_support/*", "cpu_support/realsys_sglang_cpu/*.py"],
+        "realsys.generation.sglang": ["cpu_support/*", "cpu_support/realsys_sglang_cpu/*.py", "inside/*.dist-info/*"],
         "realsys.generation.vllm": ["cpu_support/*"],
     },
     install_requires=[

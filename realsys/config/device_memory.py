@@ -318,7 +318,7 @@ def host_use(config: Config, allocation: Allocation, flow: Dataflow, here: OnHos
     weights = model.parameters * BYTES[config.model.dtype]
     trainer, pinned = here.ranks / allocation.workers, _PINNED if here.ranks_on_gpu else 1.0
     fused = backend_rules(config).fused_copies * (weights + FP32 * model.vocab * model.hidden)
-    kept = config.weights.keep_versions + 1 if config.weights.transport == "memory" else 0
+    kept = config.weights.keep_versions + 1 if config.weights.transport in ("memory", "group") else 0
     ranks = servers = 0
     if not here.ranks_on_gpu:
         ranks = sum(use.total * count for use, count in rank_uses(config, allocation, flow, on_gpu=False))

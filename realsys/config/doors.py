@@ -345,7 +345,11 @@ HOOK = Door(
 TRANSPORT = Door(
     "weights.transport",
     "weight transport",
-    {"disk": "realsys.weights.disk.transport:DiskTransport", "memory": "realsys.weights.memory:MemoryTransport"},
+    {
+        "disk": "realsys.weights.disk.transport:DiskTransport",
+        "memory": "realsys.weights.memory:MemoryTransport",
+        "group": "realsys.weights.group:GroupTransport",
+    },
     builds("writer", "publisher", "reader"),
 )
 

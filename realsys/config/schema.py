@@ -204,7 +204,9 @@ class ManagerConfig(Section):
 class WeightsConfig(Section):
     """Weight versions on their way from the trainer to the servers (docs/weights.md)."""
 
-    transport: str = Field("disk", description="how versions reach the servers: disk, memory, or package.module:Class")
+    transport: str = Field(
+        "disk", description="how versions reach the servers: disk, memory, group, or package.module:Class"
+    )
     transport_args: dict[str, Any] = Field({}, description="keyword arguments of the transport class")
     keep_versions: Annotated[int, Field(ge=1)] = Field(
         2, description="newest versions kept on disk, with the older files that they refer to"

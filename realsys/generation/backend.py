@@ -29,6 +29,8 @@ from realsys.generation.protocol import PauseMode, SamplingParams, ServerInfo, U
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from realsys.weights.group import Senders
+
 
 @dataclass(frozen=True, slots=True)
 class RequestSnapshot:
@@ -98,22 +100,27 @@ class LoadVersion(Protocol):
 class Materialised:
     """A verified version as a plain HF directory, until the engine calls ``release``. ``timings`` in seconds.
 
-    ``directory`` is None if the weights are those that the engine has.
+    ``directory`` is None if the weights are those that the engine has, or if the engine must receive them from
+    ``senders``.
     """
 
     directory: Path | None
     timings: Mapping[str, float]
-    release: Callable[[], None]
+    release: Callable[[], None] = lambda: None
+    senders: Senders | None = None
 
 
 class Materialise(Protocol):
     """Writer of a version as an HF directory."""
 
-    def __call__(self, locator: str, version: int, target: Path, *, loaded: bool = False) -> Materialised:
+    def __call__(
+        self, locator: str, version: int, target: Path, *, loaded: bool = False, group: bool = False
+    ) -> Materialised:
         """Write ``version``. ``target``: folder to create if memory-backed storage has room.
 
         ``loaded``: the engine has the version of the call before; if this one has the same weights, nothing is
-        written. Raises WeightsError if the version is incomplete.
+        written. ``group``: nothing need be written if the engine can receive it from ``senders``. Raises WeightsError
+        if the version is incomplete.
         """
 
 

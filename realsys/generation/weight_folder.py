@@ -12,6 +12,7 @@ from pathlib import Path
 from realsys.generation.backend import Materialised
 from realsys.weights.contract import WeightReader
 from realsys.weights.disk.manifest import auxiliary_files
+from realsys.weights.group import GroupReader
 from realsys.weights.host_places import choose
 
 
@@ -27,12 +28,19 @@ class FolderWriter:
     model_dir: Path
     shared: Path | None = None
 
-    def write(self, locator: str, version: int, target: Path, *, loaded: bool = False) -> Materialised:
+    def write(
+        self, locator: str, version: int, target: Path, *, loaded: bool = False, group: bool = False
+    ) -> Materialised:
         """Return the folder of the reader; if it has none, write the verified bytes to ``target``.
 
         ``loaded``: the engine has the version of the last call. If this one has the same weights, nothing is
-        written. Raises WeightsError if the version is damaged or does not fit, OSError if it cannot be written.
+        written. ``group``: the engine can receive them from the reader's senders. Raises WeightsError if the version
+        is damaged or does not fit, OSError if it cannot be written.
         """
+        if group and isinstance(self.reader, GroupReader):
+            senders = self.reader.senders(locator, version, loaded=loaded)
+            if senders is not None:
+                return Materialised(None, {}, senders=senders)
         staged = self.reader.stage(locator, version, loaded=loaded)
         if loaded and staged.unchanged:
             return Materialised(None, staged.timings, staged.release)

@@ -15,8 +15,9 @@ import os
 import re
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 from urllib.parse import urlencode, urlsplit
 
@@ -25,9 +26,13 @@ from realsys.cluster.lease import CheckAlive, unleased
 from realsys.weights.disk.delta import Bytes
 
 if TYPE_CHECKING:  # a client needs no service
+    from starlette.requests import Request
+    from starlette.responses import Response
+
     from realsys.cluster.http_server import Guard
 
 _CHUNK = 4 << 20
+_MAX_BODY = 1 << 20
 _SILENCE_S = 10.0  # time without a byte after which a source is given up
 _SLOWEST = 10e6  # bytes per second; a source that is slower is given up
 _RANGE = re.compile(r"bytes=(\d{1,15})-(\d{1,15})")
@@ -43,6 +48,14 @@ class OpenFile:
     descriptor: int
     release: Callable[[], None] = lambda: None
 
+    def close(self) -> None:
+        os.close(self.descriptor)
+        self.release()
+
+
+#: answers a POST of the service
+Handler = Callable[["Request"], Awaitable["Response"]]
+
 
 def range_app(
     path: str,
@@ -50,14 +63,15 @@ def range_app(
     *,
     token: str | None,
     check_alive: CheckAlive = unleased,
+    more: Mapping[str, Handler] = MappingProxyType({}),
 ) -> Guard:
     """Return the service of files, behind the guard.
 
     ``find`` gets the parameters of the URL. It opens the file, on a thread, or returns None if it is not there.
+    ``more``: handlers of POST requests by path.
     """
     from starlette.applications import Starlette
-    from starlette.requests import Request
-    from starlette.responses import PlainTextResponse, Response, StreamingResponse
+    from starlette.responses import PlainTextResponse, StreamingResponse
     from starlette.routing import Route
 
     from realsys.cluster.http_server import Admission, Guard
@@ -71,13 +85,14 @@ def range_app(
             return PlainTextResponse("this process does not have the file", 404)
         start, stop = int(asked[1]), int(asked[2]) + 1
         if not start < stop <= os.fstat(file.descriptor).st_size:
-            _close(file)
+            file.close()
             return PlainTextResponse("the range is outside the file", 416)
         headers = {"Content-Length": str(stop - start)}
         return StreamingResponse(_chunks(file, start, stop), 206, headers)
 
-    app = Starlette(routes=[Route(path, serve)])
-    return Guard(app, Admission(token, [path], check_alive), max_body=0, error=lambda text: {"error": text})
+    others = [Route(other, handler, methods=["POST"]) for other, handler in more.items()]
+    app, limit = Starlette(routes=[Route(path, serve), *others]), _MAX_BODY if more else 0
+    return Guard(app, Admission(token, [path], check_alive), max_body=limit, error=lambda text: {"error": text})
 
 
 async def _chunks(file: OpenFile, at: int, stop: int) -> AsyncIterator[bytes]:
@@ -90,12 +105,7 @@ async def _chunks(file: OpenFile, at: int, stop: int) -> AsyncIterator[bytes]:
             yield chunk
             at += len(chunk)
     finally:
-        _close(file)
-
-
-def _close(file: OpenFile) -> None:
-    os.close(file.descriptor)
-    file.release()
+        file.close()
 
 
 # ---- client

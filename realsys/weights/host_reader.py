@@ -21,8 +21,8 @@ from realsys.weights.byte_ranges import OpenFile, RangeClient, range_app
 from realsys.weights.contract import StagedWeights, WeightReader
 from realsys.weights.disk.delta import Bytes
 from realsys.weights.disk.dtypes import as_tensor
-from realsys.weights.disk.manifest import load_manifest
-from realsys.weights.disk.reader import ReadReport, all_kept
+from realsys.weights.disk.manifest import VersionManifest, load_manifest
+from realsys.weights.disk.reader import all_kept
 from realsys.weights.host_copies import WEIGHTS, LeasedCopy, SharedCopies
 
 log = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ class HostReader:
         self._offer: tuple[str, Sequence[str]] = ("", ())  # locator, and services that have a copy of it
         self._newest = ("", -1)  # (trainer incarnation, version) of the last staged version
         self._staged: LeasedCopy | None = None
-        self._checksums: dict[str, str] = {}  # checksums of the last staged version; empty if the last call failed
+        self.checksums: dict[str, str] = {}  # checksums of the last staged version; empty if the last call failed
 
     def stage(self, locator: str, version: int, *, loaded: bool = False) -> StagedWeights:
         """Return the tensors of the version in the folder ``locator``, verified by a server of this host.
@@ -47,14 +47,15 @@ class HostReader:
         result, or the next call.
         """
         self.release()
-        if loaded and (report := self._adopted(Path(locator), version)):
-            return StagedWeights({}, counts=report.counts(), unchanged=True)
-        before, self._checksums = self._checksums, {}
+        if loaded and self.adopts(manifest := load_manifest(Path(locator), version)):
+            self.note(locator, manifest)
+            return StagedWeights({}, counts=all_kept(manifest).counts(), unchanged=True)
+        before, self.checksums = self.checksums, {}
         failpoint("server.stage")
         copy = self._staged = self.copies.stage(Path(locator), version, self._peers)
         info = copy.info
         self._check_age(locator, info.age)
-        self._newest, self._checksums = info.age, {name: one.checksum for name, one in info.tensors.items()}
+        self._newest, self.checksums = info.age, {name: one.checksum for name, one in info.tensors.items()}
         return StagedWeights(
             {
                 name: as_tensor(data, info.tensors[name].dtype, info.tensors[name].shape)
@@ -62,20 +63,20 @@ class HostReader:
             },
             copy.report.timings(),
             copy.report.counts(),
-            unchanged=self._checksums == before,
+            unchanged=self.checksums == before,
             folder=copy.folder,
             release=copy.close,
         )
 
-    def _adopted(self, directory: Path, version: int) -> ReadReport | None:
-        """Adopt a version with the tensors of the last one, without reading it; None if it has others."""
-        manifest = load_manifest(directory, version)
-        if {name: one.checksum for name, one in manifest.tensors.items()} != self._checksums:
-            return None
+    def adopts(self, manifest: VersionManifest) -> bool:
+        """Return True if a version has the tensors of the last one."""
+        return checksums_of(manifest) == self.checksums
+
+    def note(self, locator: str, manifest: VersionManifest) -> None:
+        """Take a version for the last one without reading it. Raises WeightsError if it is older."""
         age = (manifest.incarnation, manifest.version)
-        self._check_age(str(directory), age)
-        self._newest = age
-        return all_kept(manifest)
+        self._check_age(locator, age)
+        self._newest, self.checksums = age, checksums_of(manifest)
 
     def _check_age(self, locator: str, age: tuple[str, int]) -> None:
         """Raise WeightsError if a newer version was staged (``monotonic``)."""
@@ -102,6 +103,10 @@ class HostReader:
         """End all use of the host's copies."""
         self.release()
         self.copies.close()
+
+
+def checksums_of(manifest: VersionManifest) -> dict[str, str]:
+    return {name: one.checksum for name, one in manifest.tensors.items()}
 
 
 # ---- copies on other hosts

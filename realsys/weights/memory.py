@@ -23,7 +23,7 @@ import msgspec
 
 from realsys.cluster.commit_folder import TEMPORARY
 from realsys.config.schema import Config
-from realsys.weights.byte_ranges import OpenFile, range_app
+from realsys.weights.byte_ranges import Handler, OpenFile, range_app
 from realsys.weights.contract import Share, WeightWriter, WriterParts
 from realsys.weights.disk.manifest import VERSION, DiskPlan, ShardInfo
 from realsys.weights.disk.transport import DiskTransport
@@ -40,7 +40,11 @@ class MemoryTransport(DiskTransport):
     """Versions as folders of links to files in the memory of the ranks' hosts."""
 
     def writer(self, parts: WriterParts) -> WeightWriter:
-        return MemoryWriter(super().writer(parts), parts, self.config)
+        return MemoryWriter(self.files(parts), parts, self.config)
+
+    def files(self, parts: WriterParts) -> WeightWriter:
+        """Return the writer of a rank's file."""
+        return super().writer(parts)
 
 
 class MemoryWriter:
@@ -49,7 +53,7 @@ class MemoryWriter:
     def __init__(self, files: WeightWriter, parts: WriterParts, config: Config) -> None:
         self._files = files
         self._parts = parts
-        self._host = config.cluster.host
+        self.host = config.cluster.host
         self._versions = config.weights.keep_versions + 1  # those that are kept, and the one that is written
         self._home: Path | None = None  # folder of this rank's files
         self._url = ""
@@ -85,19 +89,27 @@ class MemoryWriter:
             self._members = Membership.enter(place / folder_name(self._parts.trial))
             home = self._members.folder / f"rank-{self._parts.worker}"
             service = range_app(
-                PATH, lambda wanted: _opened(home, wanted), token=self._parts.token, check_alive=self._parts.check_alive
+                PATH,
+                lambda wanted: self.opened(home, wanted),
+                token=self._parts.token,
+                check_alive=self._parts.check_alive,
+                more=self.routes(home),
             )
-            self._http = HttpServer(service, self._host)
+            self._http = HttpServer(service, self.host)
             self._http.start()
             self._home, self._url = home, self._http.url + PATH
         return self._home
 
+    def routes(self, home: Path) -> Mapping[str, Handler]:
+        """Return what the service does besides, by path. ``home``: folder of the files."""
+        return {}
 
-def _opened(home: Path, wanted: Mapping[str, str]) -> OpenFile | None:
-    """Open a file below ``home``. A version has it under the same name, or with the suffix ``.part``."""
-    role, folder, file = (wanted.get(name, "") for name in ("role", "folder", "file"))
-    if not VERSION.pattern.fullmatch(folder) or Path(role).name != role or Path(file).name != file:
+    @staticmethod
+    def opened(home: Path, wanted: Mapping[str, str]) -> OpenFile | None:
+        """Open a file below ``home``. A version has it under the same name, or with the suffix ``.part``."""
+        role, folder, file = (wanted.get(name, "") for name in ("role", "folder", "file"))
+        if not VERSION.pattern.fullmatch(folder) or Path(role).name != role or Path(file).name != file:
+            return None
+        with contextlib.suppress(OSError):
+            return OpenFile(os.open(home / role / folder / f"{Path(file).stem}.safetensors", os.O_RDONLY))
         return None
-    with contextlib.suppress(OSError):
-        return OpenFile(os.open(home / role / folder / f"{Path(file).stem}.safetensors", os.O_RDONLY))
-    return None

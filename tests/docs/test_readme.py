@@ -51,6 +51,7 @@ def test_make_bench_runs_all_benchmarks_for_cpus():
     special = {name for name in every if name.startswith("gpu_")} | {
         "before_after",
         "peer_trl",
+        "weight_loads",
         "math_verifier",
-    }  # a second checkout; a file of cases
+    }  # a second checkout; TRL; SGLang; a file of cases
     assert sorted(listed) == sorted(every - special)

@@ -120,11 +120,13 @@ class EngineApi(ABC):
     name   the engine's word in messages, and in lower case its log
     field  section of its settings in the configuration
     guard  further arguments of the guard of its processes
+    whole  it receives all tensors of a version, even those that it has
     """
 
     name: str
     field: str
     guard: Sequence[str] = ()
+    whole = False
 
     def __init__(self, http: HttpClient, url: str) -> None:
         self._http = http
@@ -164,6 +166,13 @@ class EngineApi(ABC):
     @abstractmethod
     async def load(self, directory: Path, version: int, timeout_s: float, *, flush: bool) -> None:
         """Load weights; ``flush`` drops the cache. After a GenerationError the run's weights are unknown."""
+
+    async def receive(self, order: dict[str, Any], version: int, timeout_s: float, *, flush: bool) -> str:
+        """Load what the senders in ``order`` broadcast to all ranks of the engine; ``flush`` drops the cache.
+
+        Returns "", or why the engine has the weights that it had. After a GenerationError they are unknown.
+        """
+        return f"{self.name} receives no weights by group"
 
     @abstractmethod
     async def renumber(self, version: int) -> None:
@@ -209,6 +218,10 @@ class EngineLaunch(Protocol):
 
     @property
     def model_path(self) -> Path: ...
+
+    @property
+    def tensor(self) -> int:
+        """Number of its ranks."""
 
     def command(self, port: int) -> list[str]:
         """Return argv."""

@@ -75,7 +75,12 @@ class ChildEngine:
         keys = KeptKeys(keep=settings.keep_keys, reuse=settings.reuse_versions)
         self._traffic = Traffic(self._name, model.limits.capacity, keys)
         self._updater = Updater(
-            self._traffic, model.shapes, materialise, drain=settings.drain, timeout_s=settings.load_timeout_s
+            self._traffic,
+            model.shapes,
+            materialise,
+            ranks=launch.tensor,
+            drain=settings.drain,
+            timeout_s=settings.load_timeout_s,
         )
         listener = RunListener(self._up, self._down, held=lambda: bool(self._traffic.holds))
         self._supervisor = EngineSupervisor(launch, settings, listener)

@@ -23,6 +23,7 @@ import logging
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from safetensors import SafetensorError, safe_open
 
@@ -33,6 +34,9 @@ from realsys.generation.child.requests import Traffic
 from realsys.generation.child.supervisor import EngineRun
 from realsys.generation.protocol import PauseMode, UpdateResult
 from realsys.observe.spans import span
+
+if TYPE_CHECKING:
+    from realsys.weights.group import Senders
 
 log = logging.getLogger(__name__)
 
@@ -46,11 +50,12 @@ class Updater:
     """Runs one update at a time, and no pause during a load."""
 
     def __init__(
-        self, traffic: Traffic, shapes: Shapes, materialise: Materialise, *, drain: bool, timeout_s: float
+        self, traffic: Traffic, shapes: Shapes, materialise: Materialise, *, ranks: int, drain: bool, timeout_s: float
     ) -> None:
         self._traffic = traffic
         self._shapes = shapes
         self._materialise = materialise
+        self._ranks = ranks
         self._drain = drain
         self._timeout_s = timeout_s
         self._order = asyncio.Lock()
@@ -89,10 +94,10 @@ class Updater:
                 return UpdateResult(False, str(error), {"stage_s": time.perf_counter() - begin})
             timings = {**staged.timings, "stage_s": time.perf_counter() - begin}
             try:
-                if staged.directory is None:
+                if staged.directory is None and staged.senders is None:
                     result = await self._renumber(run, version, abort_all, timings)
                 else:
-                    result = await self._swap(run, staged.directory, version, abort_all, timings)
+                    result = await self._swap(run, staged, version, abort_all, timings)
             finally:
                 await asyncio.to_thread(staged.release)
             if result.success:
@@ -102,10 +107,12 @@ class Updater:
             return result
 
     def _stage(self, source: str, version: int, target: Path, loaded: bool) -> Materialised:
-        staged = self._materialise(source, version, target, loaded=loaded)
+        staged = self._materialise(source, version, target, loaded=loaded, group=True)
         try:
             if staged.directory is not None:
                 check_shapes(staged.directory, self._shapes)
+            elif staged.senders is not None:
+                _compare(source, staged.senders.shapes, self._shapes)
         except BaseException:
             staged.release()
             raise
@@ -131,7 +138,7 @@ class Updater:
             raise GenerationError(f"{run.child.name} was restarted while the weights were staged", retryable=True)
 
     async def _swap(
-        self, run: EngineRun, directory: Path, version: int, abort_all: bool, timings: dict[str, float]
+        self, run: EngineRun, staged: Materialised, version: int, abort_all: bool, timings: dict[str, float]
     ) -> UpdateResult:
         traffic, ready = self._traffic, time.perf_counter()
         async with self._control:
@@ -144,7 +151,7 @@ class Updater:
                 if abort_all:
                     traffic.abort()
                 with span("pause", f"version/{version}"):
-                    loaded = await self._load(run, directory, version, abort_all)
+                    loaded = await self._load(run, staged, version, abort_all)
             finally:
                 traffic.release(LOAD)
         if isinstance(loaded, str):
@@ -168,8 +175,13 @@ class Updater:
             probe.cancel()
             self._probe = None
 
-    async def _load(self, run: EngineRun, directory: Path, version: int, abort_all: bool) -> tuple[float, float] | str:
-        """Interrupt, load, resume. Returns when the load began and ended, or why the engine had to be killed."""
+    async def _load(
+        self, run: EngineRun, staged: Materialised, version: int, abort_all: bool
+    ) -> tuple[float, float] | str:
+        """Interrupt, load, resume. Returns when the load began and ended, or why the version is not served.
+
+        The engine then has its earlier weights, or had to be killed.
+        """
         traffic = self._traffic
         flush = traffic.keys.drops(traffic.version, version)
         try:
@@ -179,9 +191,14 @@ class Updater:
             if flush and not run.reports:  # else it is paused
                 await run.api.idle()
             begin = time.perf_counter()
-            await run.api.load(directory, version, self._timeout_s, flush=flush)
+            problem = ""
+            if staged.directory is not None:
+                await run.api.load(staged.directory, version, self._timeout_s, flush=flush)
+            elif staged.senders is not None:
+                problem = await self._receive(run, staged.senders, version, flush)
             loaded = time.perf_counter()
-            traffic.loaded(version)
+            if not problem:
+                traffic.loaded(version)
             if PAUSE not in traffic.holds:
                 await self._resume_sglang(run)
         except GenerationError as error:
@@ -192,7 +209,14 @@ class Updater:
                 traffic.down(f"{run.child.name} is killed, because its weights are unknown: {problem}")
             run.child.kill()
             return problem
-        return begin, loaded
+        return problem or (begin, loaded)
+
+    async def _receive(self, run: EngineRun, senders: Senders, version: int, flush: bool) -> str:
+        try:
+            order = await senders.order(self._ranks, everything=run.api.whole)
+        except WeightsError as error:
+            return str(error)
+        return await run.api.receive(order, version, self._timeout_s, flush=flush)
 
     async def _interrupt(self, run: EngineRun, mode: PauseMode, *, recall: bool = False) -> None:
         """Stop the engine's work. Running requests stay there, or are returned early (see the module's drawing)."""
@@ -218,11 +242,15 @@ def check_shapes(directory: Path, expected: Shapes) -> None:
     shapes: dict[str, tuple[int, ...]] = {}
     for path in sorted(directory.glob("*.safetensors")):
         shapes.update(_shapes_in(path))
+    _compare(str(directory), shapes, expected)
+
+
+def _compare(source: str, shapes: Shapes, expected: Shapes) -> None:
     wrong = sorted(name for name in expected.keys() | shapes.keys() if expected.get(name) != shapes.get(name))
     if wrong:
         name = wrong[0]
         raise WeightsError(
-            f"{directory}: tensor {name} has shape {shapes.get(name, 'missing')}, the served model has "
+            f"{source}: tensor {name} has shape {shapes.get(name, 'missing')}, the served model has "
             f"{expected.get(name, 'no such tensor')}; {len(wrong)} tensors differ"
         )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -23,6 +23,7 @@ from realsys.generation.child.contract import (
 )
 from realsys.generation.client import decode_reply
 from realsys.generation.protocol import PauseMode
+from realsys.weights.inside import UNDONE
 
 T = TypeVar("T")
 
@@ -163,6 +164,26 @@ class SglangApi(EngineApi):
         reply = decode_reply(f"SGLang{path}", await self.send(path, body, timeout_s), _Updated)
         if not reply.success:
             raise GenerationError(f"SGLang did not load version {version}: {reply.message}", retryable=True)
+
+    async def receive(self, order: dict[str, Any], version: int, timeout_s: float, *, flush: bool) -> str:
+        """Receive weights in an update session. Its plugin takes ``load_format=realsys``."""
+        await self.send("/begin_weight_update", {})
+        body: dict[str, Any] = {
+            "names": [],
+            "dtypes": [],
+            "shapes": [],
+            "group_name": msgspec.json.encode(order).decode(),
+        }
+        body |= {"load_format": "realsys", "weight_version": str(version), "flush_cache": flush}
+        try:
+            await self.send("/update_weights_from_distributed", body, timeout_s)  # with status 400 if it fails
+        except GenerationError as error:
+            if not str(error).endswith(UNDONE):
+                raise
+            return str(error)
+        finally:
+            await self.send("/end_weight_update", {})
+        return ""
 
     async def renumber(self, version: int) -> None:
         body = {"new_version": str(version), "abort_all_requests": False}

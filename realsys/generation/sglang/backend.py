@@ -148,4 +148,5 @@ def _launch(model_path: Path, config: Config, index: int, span: NodeSpan, tokeni
         tokenizer=tokenizer is not None,
         span=span,
         shared=config.cluster.share_gpus,
+        receives=config.weights.transport == "group",
     )

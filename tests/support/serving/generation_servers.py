@@ -110,7 +110,7 @@ def make_versions(root: Path) -> Versions:
 def child_server(name: str, versions: Versions) -> Iterator[Running]:
     with mock.patch.object(child, "MAX_ANSWERS", 16):
         make = sglang_engine if name == "sglang" else vllm_engine
-        engine = make(versions.paths[-1], "rollout.max_concurrent=1")
+        engine = make(versions.paths[-1], "rollout.max_concurrent=1", "weights.transport=group")
     engine.start()
     try:
         # Its staging thread is there from now on.

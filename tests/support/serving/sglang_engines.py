@@ -38,6 +38,7 @@ class StandIn:
     flags: tuple[str, ...] = ()
     api: type[SglangApi] = SglangApi
     model_path: Path = Path("/models/base")
+    tensor: int = 1
 
     def command(self, port: int) -> list[str]:
         return [sys.executable, sglang_stand_in.__file__, *self.flags, "--port", str(port)]
@@ -52,7 +53,7 @@ class StandIn:
         return None
 
 
-def materialise(source: str, version: int, target: Path, *, loaded: bool = False) -> Materialised:
+def materialise(source: str, version: int, target: Path, *, loaded: bool = False, group: bool = False) -> Materialised:
     """Stage as the worker does, without manifests: the folder's name selects the defect, or ``same`` weights."""
     name = Path(source).name
     if name == "same" and loaded:

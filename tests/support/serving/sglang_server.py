@@ -52,7 +52,7 @@ def vllm_engine(model: Path, *overrides: str, on_change: Callable = print) -> Ch
 
 
 def writer(model: Path) -> Materialise:
-    def write(locator: str, version: int, target: Path, *, loaded: bool = False) -> Materialised:
+    def write(locator: str, version: int, target: Path, **_: bool) -> Materialised:
         """Drop staged versions: tests share a server, and each begins with version 0."""
         return FolderWriter(DiskReader(), model).write(locator, version, target)
 

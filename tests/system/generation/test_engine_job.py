@@ -1,4 +1,6 @@
-"""A whole job whose generation is done by the real SGLang or vLLM, on a CPU."""
+"""A whole job whose generation is done by the real SGLang or vLLM, on a CPU. They receive their weights by group."""
+
+import re
 
 import numpy as np
 import pytest
@@ -18,6 +20,7 @@ def job(request, tmp_path_factory):
     (needs_sglang if request.param == "sglang" else needs_vllm)()
     root = tmp_path_factory.mktemp("runs")
     settings = [f"generation={request.param}", f"train.total_steps={STEPS}", "cluster.connect_timeout_s=400"]
+    settings.append("weights.transport=group")
     return run_arith(root, request.param, *settings, timeout_s=600).completed()
 
 
@@ -29,6 +32,14 @@ def test_server_gets_every_version(job):
     assert [record["problems"] for record in evaluations] == [16, 16]
     # The last evaluation was answered with the last version: the engine has loaded it.
     assert evaluations[-1]["version_min"] == STEPS
+
+
+def test_every_version_came_by_group(job):
+    """No byte of weights was written."""
+    logs = "".join(path.read_text() for path in job.paths.logs.glob("model_worker*"))
+    assert set(re.findall(r"of v0*(\d+)\.\S+ is sent to server-0", logs)) == {str(step) for step in range(STEPS + 1)}
+    shards = list(job.paths.weights().glob("*/*.safetensors"))
+    assert shards and all(path.is_symlink() for path in shards)
 
 
 def test_job_keeps_the_ledger_and_the_bound(job):

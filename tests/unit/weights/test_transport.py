@@ -152,7 +152,7 @@ def test_rewritten_version_must_keep_its_locator(trial: Trial) -> None:
 
 
 WRONG = {
-    "disc": ("weights.transport", "unknown weight transport: use one of disk, memory, or package.module:name"),
+    "disc": ("weights.transport", "unknown weight transport: use one of disk, group, memory, or package.module:name"),
     "no_such_module:Mirror": ("weights.transport", "no module named 'no_such_module'"),
     "transport:Nothing": ("weights.transport", "has no attribute 'Nothing'"),
     "json:JSONDecoder": ("weights.transport", "the class lacks writer, publisher, reader"),

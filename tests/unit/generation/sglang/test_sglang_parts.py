@@ -126,6 +126,12 @@ def test_environment_is_that_of_another_interpreter():
     cpu = replace(GPU, gpus=False).environment(inherited)
     assert (cpu["PYTHONPATH"], cpu["CUDA_VISIBLE_DEVICES"]) == (str(CPU_SUPPORT), "")
     assert (CPU_SUPPORT / "realsys_sglang_cpu" / "server.py").is_file()
+    files = [next(Path(path).glob("realsys_*.py")).name for path in receiving(GPU)["PYTHONPATH"].split(os.pathsep)]
+    assert files == ["realsys_sglang.py", "realsys_group.py"]
+
+
+def receiving(launch):
+    return replace(launch, receives=True).environment({})
 
 
 def test_interpreter_is_chosen_in_order(tmp_path):

@@ -4,6 +4,7 @@ import asyncio
 import inspect
 import json
 import math
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -43,7 +44,8 @@ def test_users_options_replace_ours():
 
 def test_workers_import_our_part_and_nothing_else_of_realsys():
     env = CPU.environment({"PYTHONPATH": "/realsys", "VIRTUAL_ENV": "/venv"})
-    assert [path.name for path in Path(env["PYTHONPATH"]).glob("realsys*.py")] == ["realsys_vllm.py"]
+    files = [path.name for folder in env["PYTHONPATH"].split(os.pathsep) for path in Path(folder).glob("realsys*.py")]
+    assert files == ["realsys_vllm.py", "realsys_group.py"]
     assert "VIRTUAL_ENV" not in env and env["CUDA_VISIBLE_DEVICES"] == ""
 
 
