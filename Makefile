@@ -38,8 +38,8 @@ WAIT     := -n $(shell echo $$((2 * $(CORES)))) --dist worksteal
 TESTS_WITHOUT_TORCH := tests/unit/cluster/test_commit_folder.py \
 	tests/unit/config/test_compose.py $(addprefix tests/unit/observe/test_,step_records.py spans.py dropped_groups.py) \
 	tests/unit/observe/trackers
-# 55 tests of the trainer, for the Megatron-Core of `make python-test`.
-TRAIN_SAMPLE := $(addprefix tests/contracts/train/megatron/test_,engine_training.py layouts.py meshes.py)
+# 34 tests of the trainer, for the Megatron-Core of `make python-test`.
+TRAIN_SAMPLE := $(addprefix tests/contracts/train/megatron/test_,engine_training.py meshes.py)
 TESTS  ?=
 ARGS   ?=
 # For `make pictures`: folder of a trial to make them from.
