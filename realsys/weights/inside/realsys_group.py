@@ -47,7 +47,7 @@ def digest(data: torch.Tensor) -> str:
     return f"{total % 2**64:016x}"
 
 
-class Group:
+class TransferGroup:
     """A process group beside those of the process."""
 
     def __init__(
@@ -102,7 +102,7 @@ class Offer:
         """
         receivers = range(1, self.place["members"])
         self._store.wait([_here(self.place, rank) for rank in receivers], _SILENCE)
-        group = Group(self._store, self.place, 0, self.place["host"], self._limit)
+        group = TransferGroup(self._store, self.place, 0, self.place["host"], self._limit)
         for batch in _batches([count for _, count in parts]):
             on_batch()
             mine = [data[start : start + count] for start, count in parts[batch]]
@@ -128,13 +128,13 @@ def _here(place: dict[str, Any], rank: int) -> str:
 # ---- receiver
 
 
-def _join(place: dict[str, Any], rank: int) -> Group:
+def _join(place: dict[str, Any], rank: int) -> TransferGroup:
     store = _c10d.TCPStore(place["host"], place["port"], place["members"], False, _SILENCE, wait_for_workers=False)
     store.set(_here(place, rank), "")
-    return Group(store, place, rank, _own_address(place["host"], place["port"]))
+    return TransferGroup(store, place, rank, _own_address(place["host"], place["port"]))
 
 
-def _received(group: Group, described: Sequence[Described]) -> Iterator[tuple[str, torch.Tensor]]:
+def _received(group: TransferGroup, described: Sequence[Described]) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors of one sender. Raises RuntimeError; ValueError for one that is not as it was sent."""
     sizes = [getattr(torch, dtype).itemsize * torch.Size(shape).numel() for _, dtype, shape, _ in described]
     for batch in _batches(sizes):

@@ -109,7 +109,7 @@ def test_update_by_group_in_mid_answer(server, ranks, keep):
 def test_engine_keeps_its_weights_if_the_sender_ends(server, ranks, monkeypatch, pieces):
     """The next attempt reads the version, instead of receiving it."""
     sent = []
-    send = realsys_group.Group.broadcast
+    send = realsys_group.TransferGroup.broadcast
 
     def broadcast(group, piece):
         sent.append(piece)
@@ -122,7 +122,7 @@ def test_engine_keeps_its_weights_if_the_sender_ends(server, ranks, monkeypatch,
         before = await answer_of(client, server)
         locator = ranks.locators[2]
         monkeypatch.setattr(realsys_group, "_PIECE", 1 << 14)
-        monkeypatch.setattr(realsys_group.Group, "broadcast", broadcast)
+        monkeypatch.setattr(realsys_group.TransferGroup, "broadcast", broadcast)
         result = await client.update_weights(server.url, locator, 2, BOUND_S)
         assert not result.success and "its earlier weights are back" in result.message
         after = await answer_of(client, server)

@@ -45,7 +45,7 @@ def offered(version: int, receivers: int = 1) -> tuple[Offer, list[Any], torch.T
 
 def dying(at: int) -> Callable[..., None]:
     """Broadcast as ever, but die before piece ``at``."""
-    plain, seen = realsys_group.Group.broadcast, []
+    plain, seen = realsys_group.TransferGroup.broadcast, []
 
     def broadcast(group: Any, data: torch.Tensor) -> None:
         for piece in data.split(realsys_group._PIECE):
@@ -64,7 +64,7 @@ def engine(pipe: Connection, die_at: int) -> None:
     receiver = Receiver(model, 1, None)
     while (order := pipe.recv()) is not None:
         if order["version"] == 2 and die_at >= 0:
-            realsys_group.Group.broadcast = dying(die_at)
+            realsys_group.TransferGroup.broadcast = dying(die_at)
         result = receiver.load(order, model.load)
         pipe.send((*result, {value for weight in model.parameters() for value in weight.tolist()}))
 
@@ -77,7 +77,7 @@ def rank(pipes: list[Connection], die_at: int) -> None:
             offer, described, data = offered(version)
             pipe.send({"version": version, "senders": [{"place": offer.place, "tensors": described}]})
             if number == 0 and version == 2 and die_at >= 0:
-                realsys_group.Group.broadcast = dying(die_at)
+                realsys_group.TransferGroup.broadcast = dying(die_at)
             try:
                 offer.send(data, PARTS, bool)
             except RuntimeError:
