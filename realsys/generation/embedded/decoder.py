@@ -204,7 +204,8 @@ class Decoder:
 def _product(x: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return x @ matrix.T + bias; ``matrix`` may be packed."""
     if matrix.is_mkldnn:
-        return torch.ops.mkldnn._linear_pointwise(x, matrix, bias, "none", [], "")
+        product: Tensor = torch.ops.mkldnn._linear_pointwise(x, matrix, bias, "none", [], "")
+        return product
     return F.linear(x, matrix, bias)
 
 
@@ -222,7 +223,7 @@ def _pack(matrix: Tensor) -> Tensor:
     The products are the same.
     """
     if matrix.device.type == "cpu" and matrix.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        return torch.ops.mkldnn._reorder_linear_weight(matrix)
+        matrix = torch.ops.mkldnn._reorder_linear_weight(matrix)
     return matrix
 
 
