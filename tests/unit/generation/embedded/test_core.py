@@ -52,7 +52,7 @@ def test_bfloat16_stays_close_to_transformers(tmp_path):
     model = make_model("qwen3", tmp_path)
     arch = read_model(tmp_path)
     weights = fuse(arch, read_tensors(tmp_path), dtype=torch.bfloat16, device=torch.device("cpu"))
-    core = EngineCore(arch, weights, CoreSizes(max_running=4, max_queued=4, context=64))
+    core = EngineCore(arch, weights, CoreSizes(max_running=4, max_queued=4, context=128))
     # Two lengths, so that attention needs its mask.
     prompts = PROMPTS[1:3]
     results = run(core, *[make_request(str(i), prompt, max_new_tokens=30) for i, prompt in enumerate(prompts)])
