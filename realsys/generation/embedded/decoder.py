@@ -220,9 +220,10 @@ def _add_product(total: Tensor, x: Tensor, matrix: Tensor) -> None:
 def _pack(matrix: Tensor) -> Tensor:
     """Return a bf16 matrix of a CPU in the layout in which oneDNN multiplies: it would reorder it in every call.
 
-    The products are the same.
+    The products are the same. Other CPUs keep the plain layout: on ARM, oneDNN multiplies a packed one very slowly.
     """
-    if matrix.device.type == "cpu" and matrix.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported():
+    on_cpu = matrix.device.type == "cpu" and matrix.dtype == torch.bfloat16
+    if on_cpu and torch.backends.cpu.get_cpu_capability() == "AVX512":
         matrix = torch.ops.mkldnn._reorder_linear_weight(matrix)
     return matrix
 
