@@ -11,6 +11,9 @@ time, and what else the machine does disturbs it little. ``http_wall`` is by the
 With ``--sglang PYTHON``, an interpreter that has sglang (docs/generation.md), the same requests go to its own server.
 
     python -m benchmarks.generation [--repeats 3] [--concurrent 1 8 32 64] [--lengths equal heavy] [--sglang PYTHON]
+
+``--model 135m`` measures random weights in bfloat16 with the sizes of SmolLM2-135M, without the bare loop, and writes
+``generation_135m.json``.
 """
 
 from __future__ import annotations
@@ -54,6 +57,9 @@ from realsys.model_files.architecture import ModelSizes
 
 PROMPT, ANSWER, CONTEXT, VOCAB = 32, 128, 256, 1024
 SIZES = ModelSizes(hidden=128, layers=2, heads=4, kv_heads=2, head_dim=32, ffn=384, outputs=VOCAB)
+SIZES_135M = ModelSizes(hidden=576, layers=30, heads=9, kv_heads=3, head_dim=64, ffn=1536, outputs=49_152)
+#: name -> sizes, dtype, tied embeddings
+MODELS = {"arith": (SIZES, "float32", False), "135m": (SIZES_135M, "bfloat16", True)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,11 +124,9 @@ class SglangOverHttp:
 
     _START_S = 180.0
 
-    def __init__(self, python: str, model_path: Path, log: Path) -> None:
+    def __init__(self, python: str, model_path: Path, dtype: str, log: Path) -> None:
         [port] = free_ports(1)
-        launch = Launch(
-            python, model_path, "float32", False, CONTEXT, tensor=1, seed=0, threads=1, gpus=False, options={}
-        )
+        launch = Launch(python, model_path, dtype, False, CONTEXT, tensor=1, seed=0, threads=1, gpus=False, options={})
         self._url = f"http://127.0.0.1:{port}"
         self._log = log
         with log.open("wb") as output:
@@ -282,11 +286,12 @@ def compare(
         return time.process_time() + (sglang.cpu_s() if sglang else 0.0)
 
     embedded = EmbeddedConfig(max_running=max(args.concurrent), context_length=CONTEXT)
+    dtype = next(model.parameters()).dtype
     rows = []
     for lengths, concurrent in itertools.product(args.lengths, args.concurrent):
         load = make_load(lengths, concurrent)
         config = GenerationConfig(embedded=embedded.model_copy(update={"max_running": concurrent}))
-        engine = build_engine(path, config, never)
+        engine = build_engine(path, config, never, dtype=dtype)
         engine.start()
         http = EngineOverHttp(engine)
         methods: dict[str, Callable[[Load], None]] = {
@@ -294,7 +299,7 @@ def compare(
             "direct": lambda load, engine=engine: engine_direct(engine, load),  # type: ignore[misc]
             "transformers": lambda load: transformers_generate(model, load),
         }
-        if lengths == "equal":
+        if lengths == "equal" and args.model == "arith":
             methods["bare_loop"] = BareLoop(model)
         if sglang is not None:
             methods["sglang"] = sglang
@@ -304,7 +309,7 @@ def compare(
         row: dict[str, Any] = {"lengths": lengths, "concurrent": concurrent, "http_wall": speed["http_wall"]}
         row |= {name: speed[name] for name in methods}
         row["http_vs_transformers"] = speed["http"] / speed["transformers"]
-        if lengths == "equal":
+        if "bare_loop" in speed:
             row["http_vs_bare_loop"] = speed["http"] / speed["bare_loop"]
         if sglang is not None:
             row["http_vs_sglang"] = speed["http"] / speed["sglang"]
@@ -318,13 +323,15 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--concurrent", type=int, nargs="+", default=[1, 8, 32, 64])
     parser.add_argument("--lengths", nargs="+", choices=("equal", "heavy"), default=["equal", "heavy"])
+    parser.add_argument("--model", choices=MODELS, default="arith")
     parser.add_argument("--sglang", metavar="PYTHON", help="an interpreter that has sglang")
     args = parser.parse_args()
     on_one_core()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder)
-        model = random_qwen2(SIZES, path, positions=CONTEXT)
-        sglang = SglangOverHttp(args.sglang, path, path / "sglang.log") if args.sglang else None
+        sizes, dtype, tied = MODELS[args.model]
+        model = random_qwen2(sizes, path, positions=CONTEXT, dtype=dtype, tied=tied)
+        sglang = SglangOverHttp(args.sglang, path, dtype, path / "sglang.log") if args.sglang else None
         try:
             rows = compare(args, path, model, sglang)
         finally:
@@ -332,13 +339,17 @@ def main() -> None:
                 sglang.close()
     meta = {
         "unit": "tokens per CPU second",
-        "hidden": SIZES.hidden,
-        "layers": SIZES.layers,
-        "dtype": "float32",
+        "hidden": sizes.hidden,
+        "layers": sizes.layers,
+        "dtype": dtype,
         "prompt": PROMPT,
         "answer": ANSWER,
     }
-    report("generation", rows, {**meta, "repeats": args.repeats, "threads": 1})
+    report(
+        "generation" if args.model == "arith" else f"generation_{args.model}",
+        rows,
+        {**meta, "repeats": args.repeats, "threads": 1},
+    )
 
 
 if __name__ == "__main__":

@@ -222,7 +222,7 @@ def server_use(config: Config, allocation: Allocation, *, on_gpu: bool) -> Devic
         cache = longest * position * fullest.layers // (model.layers * sizes.tensor)
         return DeviceUse(owner, weights, cache=cache, libraries=libraries)
     embedded = config.generation.embedded
-    weights += _head_copy(config, model)
+    weights += _head_copy(config, model, on_gpu)
     sampling = _SAMPLED * FP32 * embedded.max_running * model.vocab
     rows = embedded.max_running + embedded.cache_rows + 1
     cache = rows * row_bytes(config, model) + embedded.max_running * _context(config) * _STORED_TOKEN
@@ -243,15 +243,15 @@ def _context(config: Config) -> int:
     return config.generation.embedded.context_length or longest_sequence(config)
 
 
-def _head_copy(config: Config, model: HfModel) -> int:
+def _head_copy(config: Config, model: HfModel, on_gpu: bool) -> int:
     """Return the bytes by which the embedded engine's head exceeds the checkpoint's (``forward.weights.fuse``).
 
     In float32 a tied head is a copy of the embedding, with the gain of the last norm. With weights in bf16, a
-    head in fp32 takes twice the bytes; if it was tied, it is a further tensor.
+    head in fp32 takes twice the bytes; if it was tied, it is a further tensor, and so is any head that a CPU packs.
     """
     entries, weight = model.vocab * model.hidden, BYTES[config.model.dtype]
     head = FP32 if config.model.head_dtype == "float32" else weight
-    is_shared = model.tied and head == weight and weight < FP32
+    is_shared = on_gpu and model.tied and head == weight and weight < FP32
     return 0 if is_shared else entries * (head - (0 if model.tied else weight))
 
 

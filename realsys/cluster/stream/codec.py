@@ -311,7 +311,7 @@ class _Arrays:
             logprobs=self._logprobs[loss_start : self._next_loss_token],
             versions=self._versions[loss_start : self._next_loss_token],
             finish_reason=FINISH_REASONS[header.finish],
-            route=tuple((servers[server], count) for server, count in header.route),
+            route=tuple([(servers[server], count) for server, count in header.route]),
             rewards=tuple(header.rewards),
             kv_versions=expand_kv_versions(header.versions),
             temperatures=tuple(header.temperatures),
@@ -332,28 +332,35 @@ def _check_header(header: GroupHeader) -> None:
         if not all(map(math.isfinite, episode.metrics.values())):
             raise DecodeError(f"{what}: a metric is not finite")
         for r, row in enumerate(episode.rows):
-            _check_row(f"{what}, row {r}", row, len(header.servers))
+            try:
+                _check_row(row, len(header.servers))
+            except DecodeError as err:
+                raise DecodeError(f"{what}, row {r}: {err}") from None
 
 
-def _check_row(what: str, row: RowHeader, servers: int) -> None:
-    loss_tokens = row.loss_tokens
-    counted = sum(run[1] for run in row.versions)
-    if any(not 1 <= run[1] <= MAX_TOKENS for run in row.versions):
-        raise DecodeError(f"{what}: a run of versions must have 1 to {MAX_TOKENS} tokens")
-    if any(len(run) > 2 and run[2] > run[0] for run in row.versions):
-        raise DecodeError(f"{what}: a token has keys of a later version than its own")
+def _check_row(row: RowHeader, servers: int) -> None:
+    # Plain loops, and none over what most rows do not have: this runs for every row, and takes longer than its arrays.
+    loss_tokens, counted = row.loss_tokens, 0
+    for run in row.versions:
+        if not 1 <= run[1] <= MAX_TOKENS:
+            raise DecodeError(f"a run of versions must have 1 to {MAX_TOKENS} tokens")
+        if len(run) > 2 and run[2] > run[0]:
+            raise DecodeError("a token has keys of a later version than its own")
+        counted += run[1]
     if counted != loss_tokens:
-        raise DecodeError(f"{what}: {counted} tokens have a version, but {loss_tokens} are in the loss")
-    routed = sum(count for _, count in row.route)
-    if row.route and routed != loss_tokens:
-        raise DecodeError(f"{what}: {routed} tokens have a server, but {loss_tokens} are in the loss")
-    if any(server >= servers for server, _ in row.route):
-        raise DecodeError(f"{what}: a route names a server beyond the {servers} of the group")
-    if not all(is_temperature(temperature) for temperature, _ in row.temperatures):
-        raise DecodeError(f"{what}: a temperature must be 0 or at least {LOWEST_TEMPERATURE:g}")
-    warmed = sum(count for _, count in row.temperatures)
-    if row.temperatures and warmed != loss_tokens:
-        raise DecodeError(f"{what}: {warmed} tokens have a temperature, but {loss_tokens} are in the loss")
+        raise DecodeError(f"{counted} tokens have a version, but {loss_tokens} are in the loss")
+    if row.route:
+        routed = sum(count for _, count in row.route)
+        if routed != loss_tokens:
+            raise DecodeError(f"{routed} tokens have a server, but {loss_tokens} are in the loss")
+        if max(row.route)[0] >= servers:
+            raise DecodeError(f"a route names a server beyond the {servers} of the group")
+    if row.temperatures:
+        if not all(is_temperature(temperature) for temperature, _ in row.temperatures):
+            raise DecodeError(f"a temperature must be 0 or at least {LOWEST_TEMPERATURE:g}")
+        warmed = sum(count for _, count in row.temperatures)
+        if warmed != loss_tokens:
+            raise DecodeError(f"{warmed} tokens have a temperature, but {loss_tokens} are in the loss")
     # finite rewards at rising positions in the loss
     if not row.rewards:
         return
@@ -361,9 +368,9 @@ def _check_row(what: str, row: RowHeader, servers: int) -> None:
     positions = np.array([position for position, _ in row.rewards], np.int64)
     inside = np.searchsorted(ends, positions, side="right")  # run number; odd runs are in the loss
     if (np.diff(positions) <= 0).any() or positions[-1] >= ends[-1] or (inside % 2 == 0).any():
-        raise DecodeError(f"{what}: rewards must be at rising positions of tokens in the loss")
+        raise DecodeError("rewards must be at rising positions of tokens in the loss")
     if not all(math.isfinite(reward) for _, reward in row.rewards):
-        raise DecodeError(f"{what}: a reward of a token is not finite")
+        raise DecodeError("a reward of a token is not finite")
 
 
 def _payload(frame: Buffer, size: int, what: str) -> I32:
@@ -434,7 +441,7 @@ def expand_versions(runs: VersionRuns) -> I32:
 
 def expand_kv_versions(runs: VersionRuns) -> I32 | None:
     """Return the version of the oldest keys of each token, read-only; None if all are those of the tokens."""
-    if all(len(run) == 2 for run in runs):
+    if sum(map(len, runs)) == 2 * len(runs):
         return None
     kv_versions = np.array([run[2] if len(run) > 2 else run[0] for run in runs], INT).repeat([run[1] for run in runs])
     kv_versions.flags.writeable = False

@@ -438,7 +438,7 @@ class Puller:
         try:
             while taken < budget:
                 try:
-                    frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
+                    frames = sockets.receive_frames(self.socket)
                 except zmq.Again:
                     break
                 taken += 1
@@ -522,7 +522,7 @@ class Puller:
         # Again before the send: storing may have taken longer than the lease.
         self._check_alive()
         try:
-            self.socket.send_multipart([route, msgspec.msgpack.encode(acknowledgement)], zmq.NOBLOCK)
+            sockets.send_frames(self.socket, [route, msgspec.msgpack.encode(acknowledgement)])
         except zmq.ZMQError as err:
             if err.errno != zmq.EHOSTUNREACH:
                 raise

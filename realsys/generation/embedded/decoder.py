@@ -11,7 +11,8 @@ Weights are fused for fast decoding. The query heads, key and value of a key-val
 projection, so that one matrix product gives [rows * kv_heads, group + 2, head_dim] and the parts are views. Rotary
 pairs (i, i + head_dim/2) become neighbours in the rows of q and k: rotating is then one complex product, and q.k does
 not change because both are permuted alike. In float32 the RMSNorm gains are folded into the matrices that follow them;
-in bfloat16 the product would be rounded.
+in bfloat16 the product would be rounded. On a CPU, matrices in bfloat16 are packed for oneDNN, which would otherwise
+reorder them in every product, and for a few rows that takes longer than the product.
 """
 
 from __future__ import annotations
@@ -49,6 +50,8 @@ class Decoder:
         self.cache = cache
         device = weights.embedding.device
         self._dtype = weights.embedding.dtype
+        # oneDNN copies what is no whole tensor, in bf16, and copies the view of the keys faster than its transpose.
+        self._keys_first = device.type == "cpu" and self._dtype == torch.bfloat16
         self._scale = 1.0 / math.sqrt(arch.head_dim)
         self._norm_eps = torch.tensor(math.sqrt(arch.hidden * arch.norm_eps), dtype=self._dtype, device=device)
         self._rotary = rotary_table(arch, cache.context).to(device)
@@ -88,16 +91,11 @@ class Decoder:
                 rows = slice(group.start * kv_heads, group.stop * kv_heads)
                 # Views, not copies: this reading of the cache is the cost of a decode step.
                 k, v = keys[rows, : group.length], values[rows, : group.length]
-                q = queries[rows]
-                if mask is None:  # beta=0 ignores the first argument, which only has to be a tensor
-                    scores = torch.baddbmm(self._zero, q, k.transpose(1, 2), beta=0, alpha=self._scale)
-                else:
-                    scores = torch.baddbmm(mask, q, k.transpose(1, 2), alpha=self._scale)
-                torch.bmm(scores.softmax(-1), v, out=context[rows])
-            x.addmm_(context.view(n, -1), layer.out.t())
+                torch.bmm(self._scores(queries[rows], k, mask).softmax(-1), v, out=context[rows])
+            _add_product(x, context.view(n, -1), layer.out)
             self._mlp(layer, x)
         head = self.weights.head
-        return F.linear(self._norm(x, self.weights.norm).to(head.dtype), head).float()
+        return _product(self._norm(x, self.weights.norm).to(head.dtype), head).float()
 
     def prefill(self, batch: PrefillBatch) -> None:
         """Fill the cache for the batch's tokens; earlier positions of their rows must be cached.
@@ -122,10 +120,19 @@ class Decoder:
             context = torch.empty_like(queries)
             for group, mask in zip(batch.groups, masks, strict=True):
                 context[group.tokens] = self._attend(index, group, mask, queries[group.tokens])
-            x.addmm_(context, layer.out.t())
+            _add_product(x, context, layer.out)
             self._mlp(layer, x)
 
     # ---- parts
+
+    def _scores(self, q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
+        """Return the scaled products of queries and keys, plus ``mask``: [rows * H, G, T]."""
+        # beta=0 ignores the first argument, which only has to be a tensor
+        start, beta = (self._zero, 0) if mask is None else (mask, 1)
+        if self._keys_first:
+            scores = torch.baddbmm(start, k, q.transpose(1, 2), beta=beta, alpha=self._scale)
+            return scores.transpose(1, 2)
+        return torch.baddbmm(start, q, k.transpose(1, 2), beta=beta, alpha=self._scale)
 
     def _attend(self, layer: int, group: PrefillGroup, mask: Tensor | None, queries: Tensor) -> Tensor:
         """Attend from packed queries [tokens of the group, heads * D] to their cache rows; same shape."""
@@ -147,18 +154,18 @@ class Decoder:
         return torch.where(self._positions[: group.reach] > positions, self._minus_infinity, self._zero)
 
     def _mask(self, group: RowGroup, positions: Tensor) -> Tensor | None:
-        """Return a mask [rows * H, G, T] of 0 and -inf; None if all rows of the group are equally long."""
+        """Return a mask of 0 and -inf for ``_scores``; None if all rows of the group are equally long."""
         if group.equal:
             return None
         # Positions beyond a row's length are stale: an earlier completion, or an earlier version.
         last = positions[group.start : group.stop].repeat_interleave(self.arch.kv_heads).view(-1, 1, 1)
-        return torch.where(self._positions[: group.length] > last, self._minus_infinity, self._zero).expand(
-            -1, self.arch.group, -1
-        )
+        mask = torch.where(self._positions[: group.length] > last, self._minus_infinity, self._zero)
+        mask = mask.expand(-1, self.arch.group, -1)
+        return mask.transpose(1, 2) if self._keys_first else mask
 
     def _qkv(self, layer: LayerWeights, x: Tensor) -> Tensor:
         """Project to [tokens, H * (G + 2) * D]: per kv head its queries, its key, its value."""
-        projected = F.linear(self._norm(x, layer.attention_norm), layer.qkv, layer.qkv_bias)
+        projected = _product(self._norm(x, layer.attention_norm), layer.qkv, layer.qkv_bias)
         if layer.q_norm is None or layer.k_norm is None:
             return projected
         heads = projected.view(len(x), self.arch.kv_heads, self.arch.group + 2, self.arch.head_dim)
@@ -180,8 +187,8 @@ class Decoder:
 
     def _mlp(self, layer: LayerWeights, x: Tensor) -> None:
         """Add the feed-forward block to x in place."""
-        gate, up = F.linear(self._norm(x, layer.mlp_norm), layer.gate_up).chunk(2, dim=-1)
-        x.addmm_(F.silu(gate).mul_(up), layer.down.t())
+        gate, up = _product(self._norm(x, layer.mlp_norm), layer.gate_up).chunk(2, dim=-1)
+        _add_product(x, F.silu(gate).mul_(up), layer.down)
 
     def _norm(self, x: Tensor, gain: Tensor | None) -> Tensor:
         """Apply RMSNorm. Without a gain, return x / sqrt(|x|^2 + hidden * eps).
@@ -192,6 +199,33 @@ class Decoder:
             norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
             return x / torch.hypot(norm, self._norm_eps)  # hypot: squaring the norm could overflow
         return F.rms_norm(x, (self.arch.hidden,), gain, self.arch.norm_eps)
+
+
+def _product(x: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return x @ matrix.T + bias; ``matrix`` may be packed."""
+    if matrix.is_mkldnn:
+        product: Tensor = torch.ops.mkldnn._linear_pointwise(x, matrix, bias, "none", [], "")
+        return product
+    return F.linear(x, matrix, bias)
+
+
+def _add_product(total: Tensor, x: Tensor, matrix: Tensor) -> None:
+    """Add x @ matrix.T to ``total`` in place; ``matrix`` may be packed."""
+    if matrix.is_mkldnn:
+        total.add_(_product(x, matrix))  # the fused sum costs more, and a trainer rounds the product, too
+    else:
+        total.addmm_(x, matrix.t())
+
+
+def _pack(matrix: Tensor) -> Tensor:
+    """Return a bf16 matrix of a CPU in the layout in which oneDNN multiplies: it would reorder it in every call.
+
+    The products are the same. Other CPUs keep the plain layout: on ARM, oneDNN multiplies a packed one very slowly.
+    """
+    on_cpu = matrix.device.type == "cpu" and matrix.dtype == torch.bfloat16
+    if on_cpu and torch.backends.cpu.get_cpu_capability() == "AVX512":
+        matrix = torch.ops.mkldnn._reorder_linear_weight(matrix)
+    return matrix
 
 
 def rotary_table(arch: HfModel, context: int) -> Tensor:
@@ -368,14 +402,14 @@ def fuse(
         layers.append(
             LayerWeights(
                 attention_norm=norm(prefix + "input_layernorm.weight"),
-                qkv=after_norm(qkv, prefix + "input_layernorm.weight"),
+                qkv=_pack(after_norm(qkv, prefix + "input_layernorm.weight")),
                 qkv_bias=None if bias is None else put(bias),
                 q_norm=put(_pairs_together(get(attention + "q_norm.weight"))) if arch.qk_norm else None,
                 k_norm=put(_pairs_together(get(attention + "k_norm.weight"))) if arch.qk_norm else None,
-                out=put(get(attention + "o_proj.weight")),
+                out=_pack(put(get(attention + "o_proj.weight"))),
                 mlp_norm=norm(prefix + "post_attention_layernorm.weight"),
-                gate_up=after_norm(gate_up, prefix + "post_attention_layernorm.weight"),
-                down=put(get(prefix + "mlp.down_proj.weight")),
+                gate_up=_pack(after_norm(gate_up, prefix + "post_attention_layernorm.weight")),
+                down=_pack(put(get(prefix + "mlp.down_proj.weight"))),
             )
         )
     embedding = put(get("model.embed_tokens.weight"))
@@ -383,7 +417,7 @@ def fuse(
         head = after_norm(get("model.embed_tokens.weight"), "model.norm.weight") if fold else embedding
     else:
         head = after_norm(get("lm_head.weight"), "model.norm.weight")
-    head = head.to(head_dtype or dtype)
+    head = _pack(head.to(head_dtype or dtype))
     return ModelWeights(embedding, layers, norm("model.norm.weight"), head)
 
 

@@ -110,6 +110,7 @@ TABLES: dict[str, Callable[[], str]] = {
         serving_tables.weights,
         serving_tables.router,
         serving_tables.streams,
+        serving_tables.streams_of_a_run,
         serving_tables.targets,
         training_tables.round_trip,
         training_tables.shared_prefixes,

@@ -110,6 +110,23 @@ def streams() -> str:
     return listing(columns, load("streams")["rows"])
 
 
+def streams_of_a_run() -> str:
+    """Compare what 64 of the fastest servers measured would push with what one stream carries."""
+    tokens_per_s = 64 * max(row["http"] for row in load("generation")["rows"])
+    columns = {
+        "tokens": "{tokens:,}",
+        "trajectories/s of 64 servers": "{rate:,.0f}",
+        "share of one stream": "{share:.1f} %",
+        "share of bare ZMQ": "{bare:.1f} %",
+    }
+    rows = []
+    for row in rows_of("streams", stream="push-pull"):
+        rate = tokens_per_s / row["tokens"]
+        share = 100 * rate / row["trajectories/s"]
+        rows.append(row | {"rate": rate, "share": share, "bare": share * row["of bare"]})
+    return listing(columns, rows)
+
+
 def targets() -> str:
     columns = {"target": "`{target}`", "minutes": "{minutes}", "beside four busy loops": "{loaded}"}
     rows = load("tests")["rows"]

@@ -52,10 +52,14 @@ def test_bfloat16_stays_close_to_transformers(tmp_path):
     model = make_model("qwen3", tmp_path)
     arch = read_model(tmp_path)
     weights = fuse(arch, read_tensors(tmp_path), dtype=torch.bfloat16, device=torch.device("cpu"))
-    core = EngineCore(arch, weights, CoreSizes(max_running=4, max_queued=4, context=64))
-    [[result]] = run(core, make_request("a", PROMPTS[1], max_new_tokens=30))
-    expected = chosen(reference_logprobs(model.to(torch.bfloat16), PROMPTS[1], result.tokens.tolist()), result.tokens)
-    assert np.abs(expected - result.logprobs).mean() < 0.1
+    core = EngineCore(arch, weights, CoreSizes(max_running=4, max_queued=4, context=128))
+    # Two lengths, so that attention needs its mask.
+    prompts = PROMPTS[1:3]
+    results = run(core, *[make_request(str(i), prompt, max_new_tokens=30) for i, prompt in enumerate(prompts)])
+    model = model.to(torch.bfloat16)
+    for prompt, [result] in zip(prompts, results, strict=True):
+        expected = chosen(reference_logprobs(model, prompt, result.tokens.tolist()), result.tokens)
+        assert np.abs(expected - result.logprobs).mean() < 0.1
 
 
 def test_completions_of_one_request_share_one_prefill(two_models):
