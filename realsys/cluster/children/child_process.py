@@ -18,6 +18,7 @@ import contextlib
 import logging
 import math
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -301,6 +302,7 @@ _TAIL_LINES = 15
 _LINE_LIMIT = 4000  # characters of a line that is passed on: SGLang prints all its settings in one line
 _LOG_LIMIT = 200_000  # characters that are passed on in a minute: a dying vLLM prints a traceback for each open request
 _LOG_WINDOW_S = 60.0
+_CAUSE = re.compile(r"\b[A-Z]\w*(?:Error|Exception)\b: ")  # last line of a traceback of Python
 _STOP_TIMEOUT_S = 10.0
 _LAST_WORDS_S = 2.0
 _DEATH_S = 10.0  # the guard needs up to 7 s to end the other processes
@@ -321,6 +323,7 @@ class GuardedProcess:
         self.name = name
         self._output = logging.getLogger(name.lower())
         self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
+        self._cause, self._cause_at = "", -math.inf
         argv = [sys.executable, "-E", "-P", str(_GUARD), *guard, "--remove", str(remove), "--", *command]
         log.info("starting %s", " ".join(command))
         env = {**env, "TMPDIR": str(remove)}
@@ -336,8 +339,12 @@ class GuardedProcess:
         return self._process.pid
 
     def tail(self) -> str:
-        """Return the last lines of the output, joined."""
-        return " | ".join(line for line in self._tail if line.strip()) or "none"
+        """Return the last lines of the output, joined, behind the first error of the last minute that had one.
+
+        vLLM prints why a process of it has died long before its last lines, which only say that it has.
+        """
+        first = [self._cause, "..."] if self._cause and self._cause not in self._tail else []
+        return " | ".join([*first, *self._tail]) or "none"
 
     async def last_words(self) -> str:
         """Return how the process ended, or that it runs, with its last lines. Call it before ``kill``.
@@ -386,8 +393,11 @@ class GuardedProcess:
         try:
             async for line in lines_of(pipe, _LINE_LIMIT):
                 if text := line.decode("utf-8", "replace").rstrip():
+                    now = time.monotonic()
                     self._tail.append(text[:300])
-                    self._note(bound.closed(time.monotonic()))
+                    if now > self._cause_at + _LOG_WINDOW_S and _CAUSE.search(text):
+                        self._cause, self._cause_at = text[:300], now
+                    self._note(bound.closed(now))
                     if bound.admits(len(text)):
                         self._output.info("%s", text)
         finally:
