@@ -302,7 +302,8 @@ _TAIL_LINES = 15
 _LINE_LIMIT = 4000  # characters of a line that is passed on: SGLang prints all its settings in one line
 _LOG_LIMIT = 200_000  # characters that are passed on in a minute: a dying vLLM prints a traceback for each open request
 _LOG_WINDOW_S = 60.0
-_CAUSE = re.compile(r"\b[A-Z]\w*(?:Error|Exception)\b: ")  # last line of a traceback of Python
+#: last line of a traceback of Python, perhaps behind vLLM's ``(process pid) ERROR date time [file:line]``
+_CAUSE = re.compile(r"(?:\([^)]*\) )?(?:ERROR [^]]*\] )?[\w.]*(?:Error|Exception): ")
 _STOP_TIMEOUT_S = 10.0
 _LAST_WORDS_S = 2.0
 _DEATH_S = 10.0  # the guard needs up to 7 s to end the other processes
@@ -395,7 +396,7 @@ class GuardedProcess:
                 if text := line.decode("utf-8", "replace").rstrip():
                     now = time.monotonic()
                     self._tail.append(text[:300])
-                    if now > self._cause_at + _LOG_WINDOW_S and _CAUSE.search(text):
+                    if now > self._cause_at + _LOG_WINDOW_S and _CAUSE.match(text):
                         self._cause, self._cause_at = text[:300], now
                     self._note(bound.closed(now))
                     if bound.admits(len(text)):

@@ -184,6 +184,12 @@ class VllmApi(EngineApi):
     async def resume(self) -> None:
         await self.send("/resume", {})
 
+    async def sleep(self, timeout_s: float) -> None:
+        await self.send("/sleep?level=2", {}, timeout_s)  # level 1 would copy the weights to host memory
+
+    async def wake(self, timeout_s: float) -> None:
+        await self.send("/wake_up", {}, timeout_s)
+
     async def drop_cache(self) -> str:
         path = "/reset_prefix_cache"
         reply = decode_reply(f"vLLM{path}", await self.send(path, {}), dict[str, bool])
@@ -236,8 +242,7 @@ def sampling_params(piece: Piece) -> dict[str, Any]:
         raise GenerationError(
             "sampling_params.repetition_penalty: vLLM would apply it to the prompt, too; leave it at 1"
         )
-    for name in ("no_stop_trim", "stream_interval"):  # each token is an event
-        given.pop(name, None)
+    given.pop("no_stop_trim", None)
     if (seed := given.pop("sampling_seed", None)) is not None:
         # vLLM begins each request with the first numbers of its seed: the rest of a completion must not repeat them.
         given["seed"] = completion_seed(seed, len(piece.input_ids))

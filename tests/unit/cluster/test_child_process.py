@@ -268,13 +268,14 @@ def test_flood_of_a_dying_server_is_cut_after_its_cause(tmp_path, caplog, monkey
 
 def test_last_words_begin_with_the_first_error(tmp_path):
     """As of vLLM, whose server ends with an error that names no cause."""
-    code = "print('(Core) ValueError: no memory'); [print(i, 'RuntimeError: see above') for i in range(40)]"
+    lines = ["WARNING: as of `OSError: x`", "(Core pid=1) ERROR 11-28 [core.py:9] ValueError: no memory", "KeyError: 3"]
+    code = f"[print(line) for line in {lines}]; [print(i) for i in range(40)]"
 
     async def body(process):
         return await process.last_words()
 
     words = with_server(tmp_path, [sys.executable, "-c", code], body)
-    assert "; its last lines: (Core) ValueError: no memory | ... | 25 RuntimeError: see above | 26 " in words
+    assert f"; its last lines: {lines[1]} | ... | 25 | 26 " in words
 
 
 def test_bound_of_a_log_counts_what_it_leaves_out():
