@@ -164,7 +164,7 @@ def test_same_weights_after_a_refusal_are_loaded(make):
 def test_sleep_holds_requests_until_weights_are_loaded(make, flags):
     engine, _ = make(*flags)
     running = engine.generate("a", [5], STALLING)
-    engine.snapshot("a", 3).result(WAIT_S)
+    engine.snapshot("a", 0).result(WAIT_S)
     engine.sleep().result(WAIT_S)
     engine.sleep().result(WAIT_S)
     info = engine.info().result(WAIT_S)
@@ -193,7 +193,7 @@ def test_weights_of_before_the_sleep_are_loaded_again(make, caplog):
 def test_sleep_waits_for_running_answers_in_an_engine_that_drains(make):
     engine, _ = make(drain=True)
     running = engine.generate("a", [5], STALLING)
-    engine.snapshot("a", 3).result(WAIT_S)
+    engine.snapshot("a", 0).result(WAIT_S)
     asleep = engine.sleep()
     assert not engine.info().result(WAIT_S).paused
     assert engine.abort("a").result(WAIT_S)
