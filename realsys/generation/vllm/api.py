@@ -242,7 +242,8 @@ def sampling_params(piece: Piece) -> dict[str, Any]:
         raise GenerationError(
             "sampling_params.repetition_penalty: vLLM would apply it to the prompt, too; leave it at 1"
         )
-    given.pop("no_stop_trim", None)
+    for name in ("no_stop_trim", "stream_interval"):  # each token is an event
+        given.pop(name, None)
     if (seed := given.pop("sampling_seed", None)) is not None:
         # vLLM begins each request with the first numbers of its seed: the rest of a completion must not repeat them.
         given["seed"] = completion_seed(seed, len(piece.input_ids))
