@@ -26,6 +26,8 @@ from realsys.errors import ConfigError
 
 #: completions that a server runs and queues if its backend sets no limit
 DEFAULT_CAPACITY = 8192
+#: share of a GPU that a process may use: blocks of torch's allocator never fit exactly
+GPU_SHARE = 0.97
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +92,10 @@ class BackendRules:
     def memory_bytes(self, node: NodeDevices) -> int:
         """Return the host memory of one server in bytes, beyond that of a process that has imported torch."""
         return 0
+
+    def gpu_share(self) -> float:
+        """Return the share of its GPUs' memory that a server may use for weights and cache."""
+        return GPU_SHARE
 
     def holding(self, episodes: int, spare: Callable[[], int]) -> dict[str, Any]:
         """Return the fields to set, and their values, if a server has ``episodes`` in progress.

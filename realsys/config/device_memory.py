@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from realsys.config.allocation import ACTOR, Allocation, ParallelLayout
-from realsys.config.backend_rules import backend_rules, sglang_options, sizes_of
+from realsys.config.backend_rules import GPU_SHARE, backend_rules, sizes_of
 from realsys.config.dataflow import Dataflow, RoleSettings, role_settings, saved_roles
 from realsys.config.rank_memory import (
     BYTES,
@@ -39,11 +39,6 @@ LIBRARIES, COMMUNICATOR = GIB, 2 * GIB // 5
 #: communicators of a rank by the number of axes of its layout with several ranks: one for each axis and all ranks,
 #: with three axes also those of a stage and of a data rank (``realsys.train.megatron.mesh``)
 _COMMUNICATORS = (0, 1, 3, 6)
-SGLANG = "sglang"
-#: share of a GPU that training ranks may use
-RANK_SHARE = 0.97
-#: share of a GPU that SGLang's weights and cache have by default; CUDA graphs and activations have the rest
-_SGLANG_SHARE = 0.88
 _STORED_TOKEN = 16  # bytes of token, log-prob and random number of a position in the embedded engine
 _SAMPLED = 4  # fp32 tensors over the vocabulary that sampling holds per sequence
 _TORCH_PROCESS = 600 << 20  # resident memory of a process that has imported torch and Megatron
@@ -84,15 +79,8 @@ class DeviceUse:
 
 
 def usable_bytes(config: Config, gpu_bytes: int, *, server: bool) -> int:
-    """Return how much of a GPU the plan may use.
-
-    3 % stay free, because blocks of the allocator never fit exactly. SGLang has the share that its option says.
-    """
-    share = RANK_SHARE
-    if server and config.generation.backend == SGLANG:
-        given = sglang_options(config.generation.sglang).get("mem-fraction-static", _SGLANG_SHARE)
-        share = float(given) if isinstance(given, int | float) else _SGLANG_SHARE
-    return int(gpu_bytes * share)
+    """Return how much of a GPU the plan may use."""
+    return int(gpu_bytes * (backend_rules(config).gpu_share() if server else GPU_SHARE))
 
 
 # ---- training ranks

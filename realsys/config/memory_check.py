@@ -13,11 +13,10 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from realsys.config.allocation import Allocation, parse_allocation
-from realsys.config.backend_rules import BackendRules, sizes_of
+from realsys.config.backend_rules import GPU_SHARE, BackendRules, sizes_of
 from realsys.config.dataflow import Dataflow, dataflow_of
 from realsys.config.device_memory import (
     GIB,
-    RANK_SHARE,
     DeviceUse,
     HostUse,
     OnHost,
@@ -285,7 +284,7 @@ def largest_rank(config: Config) -> int:
 
 def smallest_gpu_for_ranks(config: Config) -> int:
     """Return the bytes of the smallest GPU on which each training rank fits. Raises ModelError."""
-    return math.ceil(largest_rank(config) / RANK_SHARE)
+    return math.ceil(largest_rank(config) / GPU_SHARE)
 
 
 # ---- predicted memory as lines of text, for `realsys run --dry-run`

@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 
     from realsys.weights.group import Senders
 
+#: reason why an update is refused
+ASLEEP = "the engine sleeps and has no memory for weights: wake it first"
+
 
 @dataclass(frozen=True, slots=True)
 class RequestSnapshot:
@@ -174,6 +177,16 @@ class GenerationEngine(Protocol):
 
     def resume(self) -> Future[None]:
         """Continue after a pause."""
+
+    def sleep(self) -> Future[None]:
+        """Stop generating, and release the memory of weights and cache. Requests wait with the tokens that they have.
+
+        The version is UNSYNCED from then on, and an update is refused until ``wake``. In an engine that drains for
+        updates, running completions end first. Does nothing while it sleeps.
+        """
+
+    def wake(self) -> Future[None]:
+        """Take the memory again. The next update loads the weights, and with them the requests continue."""
 
     def flush(self) -> Future[None]:
         """Drop the cached keys and values of completions that have ended."""

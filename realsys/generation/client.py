@@ -151,6 +151,13 @@ class GenerationClient:
     async def resume(self, url: str) -> None:
         await self._call(url, "/continue_generation", {}, Acknowledged)
 
+    async def sleep(self, url: str) -> None:
+        """Make the server release the memory of weights and cache. Its requests wait for an update after ``wake``."""
+        await self._call(url, "/release_memory_occupation", {}, Acknowledged)
+
+    async def wake(self, url: str) -> None:
+        await self._call(url, "/resume_memory_occupation", {}, Acknowledged)
+
     async def abort(self, url: str, rid: str) -> None:
         """End a request; its caller gets the tokens so far with finish reason ``abort``. Unknown ids are ignored."""
         await self._call(url, "/abort_request", {"rid": rid}, Acknowledged)

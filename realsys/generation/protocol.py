@@ -4,6 +4,7 @@
                                      with progress_s or stream, lines of ProgressLine before it
     POST /update_weights_from_disk   UpdateRequest   -> UpdateResult
     POST /pause_generation           PauseRequest    -> Acknowledged     POST /continue_generation
+    POST /release_memory_occupation  Nothing         -> Acknowledged     POST /resume_memory_occupation
     POST /abort_request              AbortRequest    -> Acknowledged     POST /flush_cache
     GET  /health /model_info /server_info
 

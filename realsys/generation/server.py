@@ -75,6 +75,8 @@ def build_app(
         _post("/update_weights_from_disk", p.UpdateRequest, calls.update_weights),
         _post("/pause_generation", p.PauseRequest, calls.pause),
         _post("/continue_generation", p.Nothing, calls.resume),
+        _post("/release_memory_occupation", p.Nothing, calls.sleep),
+        _post("/resume_memory_occupation", p.Nothing, calls.wake),
         _post("/abort_request", p.AbortRequest, calls.abort),
         _post("/flush_cache", p.Nothing, calls.flush_cache),
         Route("/health", calls.health),
@@ -189,6 +191,14 @@ class _Calls:
     async def resume(self, _body: p.Nothing, _: Request) -> p.Acknowledged:
         await asyncio.wrap_future(self._engine.resume())
         return p.Acknowledged(message="running")
+
+    async def sleep(self, _body: p.Nothing, _: Request) -> p.Acknowledged:
+        await asyncio.wrap_future(self._engine.sleep())
+        return p.Acknowledged(message="asleep")
+
+    async def wake(self, _body: p.Nothing, _: Request) -> p.Acknowledged:
+        await asyncio.wrap_future(self._engine.wake())
+        return p.Acknowledged(message="awake; an update loads the weights")
 
     async def abort(self, body: p.AbortRequest, _: Request) -> p.Acknowledged:
         if body.abort_all:

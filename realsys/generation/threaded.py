@@ -29,7 +29,7 @@ import numpy as np
 from realsys.config.backend_rules import DEFAULT_CAPACITY
 from realsys.config.trial_sizes import longest_sequence
 from realsys.errors import GenerationError, RealsysError, ServerBusy, WaitTimeout
-from realsys.generation.backend import Change, EngineParts, RequestSnapshot
+from realsys.generation.backend import ASLEEP, Change, EngineParts, RequestSnapshot
 from realsys.generation.completion import EMPTY, Completion
 from realsys.generation.protocol import UNSYNCED, PauseMode, SamplingParams, ServerInfo, UpdateResult
 from realsys.generation.sampling_rules import Limits, completion_seed, find_stop, read_tokenizer, window
@@ -131,6 +131,8 @@ class ThreadedEngine(ABC):
     def __init__(self) -> None:
         self._mailbox = Mailbox()
         self._paused = False
+        self._asleep = False  # from ``sleep`` to ``wake``
+        self._loaded = True  # False from ``sleep`` to the next update
         self._watches: list[_Watch] = []  # belongs to the engine thread
         self._thread = threading.Thread(target=self._run, name="generation-engine", daemon=True)
 
@@ -172,6 +174,20 @@ class ThreadedEngine(ABC):
             self._paused = False
 
         return self._mailbox.call(resume)
+
+    def sleep(self) -> Future[None]:
+        """Stop taking turns, and release weights and cache. Requests wait until an update after ``wake``."""
+        return self._mailbox.call(self._fall_asleep)
+
+    def wake(self) -> Future[None]:
+        """Take the memory again, for the update that loads the weights."""
+
+        def wake() -> None:
+            if self._asleep:
+                self._allocate()
+                self._asleep = False
+
+        return self._mailbox.call(wake)
 
     def flush(self) -> Future[None]:
         """Drop the cached keys and values of completions that have ended."""
@@ -217,6 +233,16 @@ class ThreadedEngine(ABC):
         watch.found.set_result(snapshot)
         return True
 
+    @property
+    def _samples(self) -> bool:
+        """True if nothing forbids to sample."""
+        return self._loaded and not self._paused
+
+    def _fall_asleep(self) -> None:
+        if not self._asleep:
+            self._asleep, self._loaded = True, False
+            self._release()
+
     @abstractmethod
     def _has_work(self) -> bool:
         """Return True if ``_turn`` has something to do without a command."""
@@ -238,6 +264,13 @@ class ThreadedEngine(ABC):
 
     def _flush(self) -> None:  # noqa: B027
         """Drop the cache of ended completions."""
+
+    @abstractmethod
+    def _release(self) -> None:
+        """Release the memory of weights and cache; the version is UNSYNCED then."""
+
+    def _allocate(self) -> None:  # noqa: B027
+        """Take the memory again that ``_release`` has released."""
 
 
 # ---- engines that complete one prompt at a time
@@ -307,6 +340,9 @@ class SimpleEngine(ThreadedEngine):
         Runs in the engine thread.
         """
 
+    def release_weights(self) -> None:
+        """Drop the weights, because the server sleeps; ``load_weights`` brings others. Runs in the engine thread."""
+
     # ---- any thread
 
     def start(self) -> None:
@@ -353,14 +389,14 @@ class SimpleEngine(ThreadedEngine):
             generated_tokens=self._tokens,
             steps=self._completions,
             updates=self._updates,
-            paused=self._paused,
+            paused=not self._samples,
             busy_s=self._busy_s,
         )
 
     # ---- engine thread
 
     def _has_work(self) -> bool:
-        return bool(self._queue) and not self._paused
+        return bool(self._queue) and self._samples
 
     def _turn(self) -> None:
         if self._has_work():
@@ -444,7 +480,13 @@ class SimpleEngine(ThreadedEngine):
             request.done.set_result(request.results + [EMPTY] * request.waiting)
         return bool(ended)
 
+    def _release(self) -> None:
+        self.release_weights()
+        self._version = UNSYNCED
+
     def _update(self, path: str, version: int, abort_all: bool) -> UpdateResult:
+        if self._asleep:
+            return UpdateResult(False, ASLEEP)
         start = time.perf_counter()
         try:
             with span("stage", f"version/{version}"):
@@ -461,6 +503,7 @@ class SimpleEngine(ThreadedEngine):
         loaded = time.perf_counter()
         self._version = version
         self._model_path = path
+        self._loaded = True
         self._updates += 1
         timings = {name: float(seconds) for name, seconds in staged.timings.items()}
         timings |= {"stage_s": loading - start, "pause_s": loaded - start, "load_s": loaded - loading}

@@ -3,6 +3,7 @@
     ChildProcess       one process that leads its own session, watched through a pidfd on the event loop
     SocketChild        one that speaks with this process over a socket
     GuardedProcess     a server of another package with all its processes, which end with this process
+    LogBound           how much of what such a server prints is passed on to our log
     kill_descendants   kills all processes below this one, also those that left their group
     Backoff            delays between restarts in a row
 
@@ -15,7 +16,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -297,6 +300,10 @@ def _kill(process: psutil.Process) -> str:
 _GUARD = Path(__file__).with_name("guard.py")
 _TAIL_LINES = 15
 _LINE_LIMIT = 4000  # characters of a line that is passed on: SGLang prints all its settings in one line
+_LOG_LIMIT = 200_000  # characters that are passed on in a minute: a dying vLLM prints a traceback for each open request
+_LOG_WINDOW_S = 60.0
+#: last line of a traceback of Python, perhaps behind vLLM's ``(process pid) ERROR date time [file:line]``
+_CAUSE = re.compile(r"(?:\([^)]*\) )?(?:ERROR [^]]*\] )?[\w.]*(?:Error|Exception): ")
 _STOP_TIMEOUT_S = 10.0
 _LAST_WORDS_S = 2.0
 _DEATH_S = 10.0  # the guard needs up to 7 s to end the other processes
@@ -317,6 +324,7 @@ class GuardedProcess:
         self.name = name
         self._output = logging.getLogger(name.lower())
         self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
+        self._cause, self._cause_at = "", -math.inf
         argv = [sys.executable, "-E", "-P", str(_GUARD), *guard, "--remove", str(remove), "--", *command]
         log.info("starting %s", " ".join(command))
         env = {**env, "TMPDIR": str(remove)}
@@ -332,8 +340,12 @@ class GuardedProcess:
         return self._process.pid
 
     def tail(self) -> str:
-        """Return the last lines of the output, joined."""
-        return " | ".join(line for line in self._tail if line.strip()) or "none"
+        """Return the last lines of the output, joined, behind the first error of the last minute that had one.
+
+        vLLM prints why a process of it has died long before its last lines, which only say that it has.
+        """
+        first = [self._cause, "..."] if self._cause and self._cause not in self._tail else []
+        return " | ".join([*first, *self._tail]) or "none"
 
     async def last_words(self) -> str:
         """Return how the process ended, or that it runs, with its last lines. Call it before ``kill``.
@@ -375,10 +387,50 @@ class GuardedProcess:
         return how_it_ended(128 - code if code > 128 else code)  # the guard exits with 128 + the signal
 
     async def _forward(self) -> None:
-        """Consume the output to its end."""
+        """Consume the output to its end. Its first lines name the cause of a flood, so the later ones are left out."""
         pipe = self._process.popen.stdout
         assert pipe is not None
-        async for line in lines_of(pipe, _LINE_LIMIT):
-            if text := line.decode("utf-8", "replace").rstrip():
-                self._output.info("%s", text)
-                self._tail.append(text[:300])
+        bound = LogBound(_LOG_LIMIT, _LOG_WINDOW_S)
+        try:
+            async for line in lines_of(pipe, _LINE_LIMIT):
+                if text := line.decode("utf-8", "replace").rstrip():
+                    now = time.monotonic()
+                    self._tail.append(text[:300])
+                    if now > self._cause_at + _LOG_WINDOW_S and _CAUSE.match(text):
+                        self._cause, self._cause_at = text[:300], now
+                    self._note(bound.closed(now))
+                    if bound.admits(len(text)):
+                        self._output.info("%s", text)
+        finally:
+            self._note(bound.left_out)
+
+    def _note(self, left_out: int) -> None:
+        if left_out:
+            self._output.warning("%d lines left out: more than %d characters in a minute", left_out, _LOG_LIMIT)
+
+
+class LogBound:
+    """Bound on what is passed on of an output: ``limit`` characters in each window of ``window_s``."""
+
+    def __init__(self, limit: int, window_s: float) -> None:
+        self.left_out = 0  # lines, in this window
+        self._limit = limit
+        self._window_s = window_s
+        self._end = -math.inf
+        self._passed = 0
+
+    def closed(self, now: float) -> int:
+        """Begin a new window if ``now`` is after this one. Returns the lines that this one has left out, once."""
+        if now < self._end:
+            return 0
+        left_out, self.left_out = self.left_out, 0
+        self._end, self._passed = now + self._window_s, 0
+        return left_out
+
+    def admits(self, size: int) -> bool:
+        """Count a line of ``size`` characters. Returns True if it is passed on; after one that is not, none is."""
+        self._passed += size
+        if self._passed <= self._limit:
+            return True
+        self.left_out += 1
+        return False

@@ -10,20 +10,28 @@ fields with every version. A missing field that realsys needs is an error.
 from __future__ import annotations
 
 import asyncio
+import os
+import re
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Self
 
 import msgspec
 
 from realsys.cluster.http_client import CallFailed, HttpClient, OnLine
+from realsys.config.machine import free_gpu_share, own_gpus
 from realsys.errors import GenerationError
 from realsys.generation.protocol import PauseMode
 from realsys.types import FinishReason, TopLogprobs
 
+#: torch's words for a GPU with too little memory
+_FULL = re.compile("out of memory", re.IGNORECASE)
+_SMALLER = 0.8  # part of its share with which an engine starts again after it found the GPU full
+_LEAST_FREE = 0.01  # smallest free share of a GPU; with less, the engine's own error names the memory
+_MOST_SHARE = 0.9  # largest share of free memory: CUDA graphs and activations need the rest
 CALL_TIMEOUT_S = 30.0  # bound on calls that do not generate
 PROBE_TIMEOUT_S = 120.0  # bound on the first token: a first forward pass may compile
 _LOOK_S = 0.01  # between two questions whether a request is at work
@@ -160,6 +168,14 @@ class EngineApi(ABC):
         """Continue after ``pause``."""
 
     @abstractmethod
+    async def sleep(self, timeout_s: float) -> None:
+        """Release the memory of weights and cache, as far as the engine was started for it. No request is at work."""
+
+    @abstractmethod
+    async def wake(self, timeout_s: float) -> None:
+        """Take the memory again. The weights in it are undefined until ``load``."""
+
+    @abstractmethod
     async def drop_cache(self) -> str:
         """Drop the cache, or return why that is impossible: a request is still at work."""
 
@@ -210,29 +226,74 @@ class EngineApi(ABC):
             raise GenerationError(f"{self.name}{path}: {error}", retryable=error.status != 400) from error
 
 
-class EngineLaunch(Protocol):
-    """Settings of one start."""
+@dataclass(frozen=True, slots=True)
+class EngineLaunch(ABC):
+    """Settings of one start.
 
-    @property
-    def api(self) -> type[EngineApi]: ...
+    context    tokens of a sequence
+    options    of the user, by name without dashes
+    tokenizer  the engine loads the model's tokenizer and turns every token into text
+    shared     training ranks or other servers may be on its GPUs: they and the engine start at the same time, so
+               either may be first
 
-    @property
-    def model_path(self) -> Path: ...
+    api, share_option, too_little  of the engine: its API, its option for the memory of weights and cache, and its
+                                   words for a GPU that has less than that
+    """
 
-    @property
-    def tensor(self) -> int:
-        """Number of its ranks."""
+    api: ClassVar[type[EngineApi]]
+    share_option: ClassVar[str]
+    too_little: ClassVar[re.Pattern[str]]
 
+    python: str
+    model_path: Path
+    dtype: str
+    context: int
+    tensor: int
+    seed: int
+    threads: int
+    gpus: bool
+    options: Mapping[str, Any]
+    tokenizer: bool = False
+    shared: bool = False
+
+    @abstractmethod
     def command(self, port: int) -> list[str]:
         """Return argv."""
 
-    def environment(self) -> dict[str, str]: ...
+    @abstractmethod
+    def environment(self, inherited: Mapping[str, str] = os.environ) -> dict[str, str]: ...
 
-    def sized(self) -> EngineLaunch:
-        """Return the launch for the memory that is free now."""
+    @abstractmethod
+    def share_of(self, share: float, free: float) -> float:
+        """Return the option's value for a ``share`` of the whole GPU, of which the share ``free`` is free."""
 
-    def after_failure(self, error: str) -> EngineLaunch | None:
-        """Return the next launch after one that did not start; None if it would fail again."""
+    def sized(self) -> Self:
+        """Return the launch for the memory that is free now: the planned share, and at most ``_MOST_SHARE`` of it."""
+        planned = self._planned
+        if planned is None:
+            return self
+        free = max(free_gpu_share(own_gpus()), _LEAST_FREE)
+        return self._with_share(self.share_of(min(planned, _MOST_SHARE * free), free))
+
+    def after_failure(self, error: str) -> Self | None:
+        """Return the next launch after the engine did not start; None if it would fail again.
+
+        On a shared GPU a rank may have allocated memory while the engine measured it. So it measures again, with a
+        smaller share if it did not fit.
+        """
+        if not self.shared or not (_FULL.search(error) or self.too_little.search(error)):
+            return None
+        planned = self._planned
+        return self if planned is None or not _FULL.search(error) else self._with_share(planned * _SMALLER)
+
+    @property
+    def _planned(self) -> float | None:
+        """The share of a shared GPU that the plan, or the user, gives to the engine."""
+        share = self.options.get(self.share_option)
+        return share if self.shared and isinstance(share, int | float) else None
+
+    def _with_share(self, share: float) -> Self:
+        return replace(self, options={**self.options, self.share_option: round(share, 4)})
 
 
 def is_lost(error: GenerationError) -> bool:

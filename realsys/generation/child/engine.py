@@ -26,7 +26,7 @@ from realsys.generation.backend import Change, Materialise, RequestSnapshot
 from realsys.generation.child.contract import EngineLaunch, EngineLoad
 from realsys.generation.child.requests import KeptKeys, SplitRequest, Traffic
 from realsys.generation.child.supervisor import EngineRun, EngineSupervisor, RunListener, Settings
-from realsys.generation.child.update import PAUSE, Shapes, Updater
+from realsys.generation.child.update import PAUSE, SLEEP, Shapes, Updater
 from realsys.generation.completion import Completion
 from realsys.generation.protocol import PauseMode, SamplingParams, ServerInfo, UpdateResult
 from realsys.generation.sampling_rules import Limits, read_tokenizer
@@ -142,6 +142,13 @@ class ChildEngine:
     def resume(self) -> Future[None]:
         return self._loop.call(self._updater.resume)
 
+    def sleep(self) -> Future[None]:
+        """Release the engine's memory, if it was started so that it can."""
+        return self._loop.call(self._updater.sleep)
+
+    def wake(self) -> Future[None]:
+        return self._loop.call(self._updater.wake)
+
     def flush(self) -> Future[None]:
         """Drop the engine's cache. It does so between two requests only: the call waits for that, and may fail."""
         return self._loop.call(self._flush)
@@ -189,7 +196,7 @@ class ChildEngine:
         return snapshot
 
     async def _flush(self) -> None:
-        if self._traffic.run is not None:
+        if self._traffic.run is not None and SLEEP not in self._traffic.holds:  # asleep it has no cache
             await self._traffic.run.api.idle()
 
     async def _abort(self, rid: str) -> bool:
@@ -231,7 +238,7 @@ class ChildEngine:
             generated_tokens=self._traffic.tokens,
             steps=0,
             updates=self._updater.done,
-            paused=PAUSE in self._traffic.holds,
+            paused=not self._traffic.holds.isdisjoint((PAUSE, SLEEP)),
             busy_s=self._traffic.busy_s(),
             prefilled_tokens=self._traffic.input_tokens - self._traffic.reused_tokens,
             reused_tokens=self._traffic.reused_tokens,

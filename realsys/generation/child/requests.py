@@ -95,6 +95,10 @@ class Traffic:
     def _set_run(self, run: EngineRun | None, failure: str | None) -> None:
         self.run = run
         self.failure = failure
+        self.unloaded()
+
+    def unloaded(self) -> None:
+        """Note that the engine no longer has the weights of a version, and none of their keys."""
         self.version = UNSYNCED
         self.path = ""
         self.keys.restart(UNSYNCED)

@@ -12,6 +12,9 @@ finds its keys in the cache. SGLang could pause them in place, but with overlapp
 then ends after the load: its tokens would get the new version, and could be computed with weights of both.
 After a load that failed the weights are unknown: the engine is killed, and starts again unsynced.
 
+Sleep returns all requests early, too, and holds them until an update after ``wake`` has loaded weights. If the engine
+dies asleep, the next one has memory and weights: it is awake.
+
 A version with the weights of the one before is not written and not loaded: only its number is new. No request is
 interrupted, and the cache stays.
 """
@@ -21,14 +24,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from safetensors import SafetensorError, safe_open
 
 from realsys.errors import GenerationError, RealsysError, WeightsError
-from realsys.generation.backend import Materialise, Materialised
+from realsys.generation.backend import ASLEEP, Materialise, Materialised
 from realsys.generation.child.contract import Piece, Reply, is_lost
 from realsys.generation.child.requests import Traffic
 from realsys.generation.child.supervisor import EngineRun
@@ -42,7 +46,7 @@ log = logging.getLogger(__name__)
 
 Shapes = Mapping[str, tuple[int, ...]]  # HF name -> shape
 
-PAUSE, LOAD = "pause", "load"  # reasons to hold trips
+PAUSE, LOAD, SLEEP = "pause", "load", "sleep"  # reasons to hold trips
 _FIRST_TOKEN_TIMEOUT_S = 60.0
 
 
@@ -61,6 +65,7 @@ class Updater:
         self._order = asyncio.Lock()
         self._control = asyncio.Lock()
         self._stopped: EngineRun | None = None  # the run that was paused
+        self._asleep: EngineRun | None = None  # the run that has released its memory
         self._newest: EngineRun | None = None  # the run that has the version that was staged last
         self._probe: asyncio.Future[list[Reply]] | None = None  # request for one token of the new version
         self.done = 0  # updates that succeeded
@@ -76,13 +81,44 @@ class Updater:
     async def resume(self) -> None:
         async with self._control:
             run = self._traffic.serving()
-            await self._resume_sglang(run)
+            if SLEEP not in self._traffic.holds:  # else the load resumes it
+                await self._resume_sglang(run)
             self._traffic.release(PAUSE)
+
+    async def sleep(self) -> None:
+        """Release the memory. Raises GenerationError if that fails, and kills the engine then."""
+        async with self._order, self._control:
+            traffic, run = self._traffic, self._traffic.serving()
+            if self._asleep is run:
+                return
+            traffic.hold(LOAD)
+            try:
+                await self._drained()
+                async with self._or_kill(run, "sleep"):
+                    await self._interrupt(run, "retract", recall=True)
+                    await run.api.idle()
+                    await run.api.sleep(self._timeout_s)
+                self._asleep, self._newest = run, None
+                traffic.hold(SLEEP)
+                traffic.unloaded()
+            finally:
+                traffic.release(LOAD)
+
+    async def wake(self) -> None:
+        """Take the memory again. Raises GenerationError if that fails, and kills the engine then."""
+        async with self._control:
+            run = self._traffic.serving()
+            if self._asleep is run:
+                async with self._or_kill(run, "wake"):
+                    await run.api.wake(self._timeout_s)
+                self._asleep = None
 
     async def update(self, path: str, version: int, *, abort_all: bool) -> UpdateResult:
         """Stage, verify and load. A bad version is a result; raises GenerationError if the engine does not serve."""
         async with self._order:
             run, begin = self._traffic.serving(), time.perf_counter()
+            if self._asleep is run:
+                return UpdateResult(False, ASLEEP)
             target = run.scratch / f"v{version:08d}"
             # Unknown until the update succeeds: a version may equal one that was staged and never loaded.
             loaded, self._newest = self._newest is run, None
@@ -145,8 +181,7 @@ class Updater:
             self._check_serves(run)
             traffic.hold(LOAD)
             try:
-                if self._drain and PAUSE not in traffic.holds:
-                    await traffic.drained(self._timeout_s)
+                await self._drained()
                 drained = time.perf_counter()
                 if abort_all:
                     traffic.abort()
@@ -161,6 +196,10 @@ class Updater:
         if any(traffic.open_completions()) and await self._samples(run, version):
             timings["first_token_s"] = time.perf_counter() - end
         return UpdateResult(True, f"serving version {version}", timings)
+
+    async def _drained(self) -> None:
+        if self._drain and PAUSE not in self._traffic.holds:
+            await self._traffic.drained(self._timeout_s)
 
     async def _samples(self, run: EngineRun, version: int) -> bool:
         """Wait for one token of the new version, queued behind the completions. False if a pause or an end is first."""
@@ -185,30 +224,26 @@ class Updater:
         traffic = self._traffic
         flush = traffic.keys.drops(traffic.version, version)
         try:
-            # SGLang would return the requests of a pause without their tokens: these are retracted.
-            recall = traffic.keys.keep and self._stopped is not run
-            await self._interrupt(run, "abort" if abort_all else "retract", recall=recall)
-            if flush and not run.reports:  # else it is paused
-                await run.api.idle()
-            begin = time.perf_counter()
-            problem = ""
-            if staged.directory is not None:
-                await run.api.load(staged.directory, version, self._timeout_s, flush=flush)
-            elif staged.senders is not None:
-                problem = await self._receive(run, staged.senders, version, flush)
-            loaded = time.perf_counter()
-            if not problem:
-                traffic.loaded(version)
-            if PAUSE not in traffic.holds:
-                await self._resume_sglang(run)
+            async with self._or_kill(run, f"update to version {version}"):
+                # SGLang would return the requests of a pause without their tokens: these are retracted.
+                recall = traffic.keys.keep and self._stopped is not run
+                await self._interrupt(run, "abort" if abort_all else "retract", recall=recall)
+                if flush and not run.reports:  # else it is paused
+                    await run.api.idle()
+                begin = time.perf_counter()
+                problem = ""
+                if staged.directory is not None:
+                    await run.api.load(staged.directory, version, self._timeout_s, flush=flush)
+                elif staged.senders is not None:
+                    problem = await self._receive(run, staged.senders, version, flush)
+                loaded = time.perf_counter()
+                if not problem:
+                    traffic.loaded(version)
+                    traffic.holds.discard(SLEEP)  # those that it held are let go with the load
+                if PAUSE not in traffic.holds:
+                    await self._resume_sglang(run)
         except GenerationError as error:
-            # A lost connection is most often a death, whose cause is in the exit status and in the last lines.
-            problem = f"{error}; {await run.child.last_words()}" if is_lost(error) else str(error)
-            log.error("update to version %d failed, %s is restarted: %s", version, run.child.name, problem)
-            if traffic.run is run:  # it is not, if the engine has died
-                traffic.down(f"{run.child.name} is killed, because its weights are unknown: {problem}")
-            run.child.kill()
-            return problem
+            return str(error)
         return problem or (begin, loaded)
 
     async def _receive(self, run: EngineRun, senders: Senders, version: int, flush: bool) -> str:
@@ -217,6 +252,21 @@ class Updater:
         except WeightsError as error:
             return str(error)
         return await run.api.receive(order, version, self._timeout_s, flush=flush)
+
+    @asynccontextmanager
+    async def _or_kill(self, run: EngineRun, work: str) -> AsyncIterator[None]:
+        """Kill the engine if ``work`` fails, because its weights are then unknown. Raises GenerationError with why."""
+        traffic = self._traffic
+        try:
+            yield
+        except GenerationError as error:
+            # A lost connection is most often a death, whose cause is in the exit status and in the last lines.
+            problem = f"{error}; {await run.child.last_words()}" if is_lost(error) else str(error)
+            log.error("%s failed, %s is restarted: %s", work, run.child.name, problem)
+            if traffic.run is run:  # it is not, if the engine has died
+                traffic.down(f"{run.child.name} is killed, because its weights are unknown: {problem}")
+            run.child.kill()
+            raise GenerationError(problem, retryable=True) from error
 
     async def _interrupt(self, run: EngineRun, mode: PauseMode, *, recall: bool = False) -> None:
         """Stop the engine's work. Running requests stay there, or are returned early (see the module's drawing)."""

@@ -25,6 +25,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from tokenizers import Tokenizer
+from torch import Tensor
 
 from realsys.errors import GenerationError
 from realsys.generation.backend import RequestSnapshot
@@ -212,6 +213,26 @@ class EngineCore:
         self.rows.relabel(self.version, version)
         self.version = version
         self.rows.forget(self._kv.oldest(version))
+
+    @torch.inference_mode()
+    def release(self) -> None:
+        """Give the memory of weights and cache back to the device. Requests keep their tokens, and lose their keys."""
+        self.drop_cache()
+        self.version = UNSYNCED
+        for tensor in self._tensors():
+            tensor.untyped_storage().resize_(0)
+        if self._store.device.type == "cuda":
+            torch.cuda.empty_cache()  # else torch's allocator keeps it for this process
+
+    @torch.inference_mode()
+    def allocate(self) -> None:
+        """Take that memory again. ``swap`` fills the weights."""
+        for tensor in self._tensors():
+            tensor.untyped_storage().resize_(tensor.nbytes)
+        self._cache.clear()
+
+    def _tensors(self) -> list[Tensor]:
+        return [*self._model.weights.tensors(), self._cache.keys, self._cache.values]
 
     def drop_cache(self) -> None:
         """Discard all cached keys and values; the next steps compute them again."""

@@ -259,9 +259,9 @@ class KVCache:
         self.head_dim = shape.head_dim
         dimensions = (shape.layers, shape.rows * shape.kv_heads, shape.context, shape.head_dim)
         try:
-            # Zeros, because a NaN in fresh memory would survive the mask: NaN - inf and 0 * NaN are NaN.
-            self.keys = torch.zeros(dimensions, dtype=dtype, device=device)
-            self.values = torch.zeros(dimensions, dtype=dtype, device=device)
+            self.keys = torch.empty(dimensions, dtype=dtype, device=device)
+            self.values = torch.empty(dimensions, dtype=dtype, device=device)
+            self.clear()
         except RuntimeError as error:  # torch's out-of-memory errors, on CPU and on CUDA
             size = 2 * dtype.itemsize * math.prod(dimensions)
             problem = (
@@ -269,6 +269,11 @@ class KVCache:
                 f"which this device does not have"
             )
             raise ConfigError("generation.embedded.max_running", shape.rows, problem) from error
+
+    def clear(self) -> None:
+        """Fill fresh memory: a NaN in it would survive the mask, because NaN - inf and 0 * NaN are NaN."""
+        self.keys.zero_()
+        self.values.zero_()
 
     @property
     def bytes_per_token(self) -> int:

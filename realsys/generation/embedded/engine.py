@@ -28,7 +28,7 @@ from realsys.cluster.failpoint import failpoint
 from realsys.cluster.gpu_devices import choose_device
 from realsys.config.schema import GenerationConfig
 from realsys.errors import GenerationError, RealsysError
-from realsys.generation.backend import LoadVersion, RequestSnapshot, Staged
+from realsys.generation.backend import ASLEEP, LoadVersion, RequestSnapshot, Staged
 from realsys.generation.completion import Completion
 from realsys.generation.embedded.core import CoreSizes, EngineCore
 from realsys.generation.embedded.decoder import ModelWeights, fuse, read_tensors
@@ -42,6 +42,8 @@ from realsys.model_files.config_json import read_model
 from realsys.observe import spans
 
 _log = logging.getLogger(__name__)
+
+_GONE = "the engine has slept since it got these weights: send the version again"
 
 
 def build_engine(
@@ -110,7 +112,7 @@ class EmbeddedEngine(ThreadedEngine):
             model_path=model_path,
         )
         self._updates_done = 0
-        self._ready: deque[Update] = deque()  # staged updates that wait for their swap
+        self._ready: deque[Update | Future[None]] = deque()  # staged updates, and calls of ``sleep``, in their order
         self._swapped: Update | None = None  # its call returns with the first token of its version
         self._stager = Stager(core.arch, load, core.dtypes, core.staging_device, self._on_staged)
 
@@ -161,6 +163,12 @@ class EmbeddedEngine(ThreadedEngine):
         self._stager.put(update)
         return update.done
 
+    def sleep(self) -> Future[None]:
+        """Release weights and cache between two steps, after the updates that are staged."""
+        done: Future[None] = self._mailbox.future()
+        self._mailbox.post(lambda: self._ready.append(done))
+        return done
+
     def info(self) -> ServerInfo:
         """Take a snapshot without stopping the engine; its numbers may belong to two neighbouring steps."""
         core = self.core
@@ -177,7 +185,7 @@ class EmbeddedEngine(ThreadedEngine):
             generated_tokens=core.counters.tokens,
             steps=core.counters.steps,
             updates=self._updates_done,
-            paused=self._paused,
+            paused=not self._samples,
             busy_s=core.counters.busy_s,
             retained_tokens=core.rows.tokens,
             prefilled_tokens=core.counters.prefilled,
@@ -195,8 +203,13 @@ class EmbeddedEngine(ThreadedEngine):
         # Without interruption, running completions must drain: new ones would keep the swap waiting.
         self.core.hold_admission = bool(self._ready) and not self._interruptible
         if self._swap_is_due:  # also while paused, so that an update does not wait for the resume
-            self._swap(self._ready.popleft())
-        elif not self._paused and not self.core.idle:
+            due = self._ready.popleft()
+            if isinstance(due, Update):
+                self._swap(due)
+            else:
+                self._fall_asleep()
+                due.set_result(None)
+        elif self._samples and not self.core.idle:
             self.core.step()
             self._report()
             if self._on_step is not None:
@@ -205,14 +218,20 @@ class EmbeddedEngine(ThreadedEngine):
         self._report()
 
     def _has_work(self) -> bool:
-        return self._swap_is_due or not (self._paused or self.core.idle)
+        return self._swap_is_due or (self._samples and not self.core.idle)
 
     @property
     def _swap_is_due(self) -> bool:
-        return bool(self._ready) and (self._interruptible or not self.core.scheduler.active)
+        # Without weights nothing that runs can end before the swap.
+        return bool(self._ready) and (self._interruptible or not self._loaded or not self.core.scheduler.active)
 
     def _swap(self, update: Update) -> None:
         """Pause generation and replace the weights; all slow work was done in the staging thread."""
+        if self._asleep or (update.weights is None and not self._loaded):
+            # Staged before the sleep, perhaps as the weights that the engine had. The next one is read whole.
+            self._stager.in_engine = False
+            update.done.set_result(UpdateResult(False, ASLEEP if self._asleep else _GONE, update.timings))
+            return
         start = time.perf_counter()
         if update.abort_all:
             self._end_requests(None)
@@ -236,6 +255,7 @@ class EmbeddedEngine(ThreadedEngine):
             "load_s": update.swapped_at - loading,
         }
         self._updates_done += 1
+        self._loaded = True
         self._swapped = update
         self.core.hold_admission = False
 
@@ -248,7 +268,7 @@ class EmbeddedEngine(ThreadedEngine):
         sampled = self.core.counters.tokens > update.tokens_before
         if sampled:
             update.timings["first_token_s"] = time.perf_counter() - update.swapped_at
-        if sampled or self._paused or self.core.idle:
+        if sampled or not self._samples or self.core.idle:
             self._reply(update)
 
     def _reply(self, update: Update) -> None:
@@ -269,6 +289,13 @@ class EmbeddedEngine(ThreadedEngine):
     def _snapshot(self, rid: str) -> RequestSnapshot | None:
         request = self.core.scheduler.find(rid)
         return None if request is None else self.core.snapshot(request)
+
+    def _release(self) -> None:
+        self.core.release()
+        self._stager.in_engine = False
+
+    def _allocate(self) -> None:
+        self.core.allocate()
 
     def _drop_cache(self) -> None:
         self.core.drop_cache()
@@ -315,6 +342,7 @@ class Stager:
         self._dtype, self._head_dtype = dtypes
         self._device = device
         self._on_ready = on_ready
+        self.in_engine = False  # the engine has, or will have, the version that was staged last
         self._todo: queue.SimpleQueue[Update | None] = queue.SimpleQueue()
         self.thread = threading.Thread(target=self._run, name="weight-staging", daemon=True)
 
@@ -326,17 +354,16 @@ class Stager:
         self._todo.put(None)
 
     def _run(self) -> None:
-        in_engine = False  # the engine has, or will have, the version that was staged last
         while (update := self._todo.get()) is not None:
             start = time.perf_counter()
             try:
-                staged, loaded = self._stage(update, in_engine=in_engine)
+                staged, loaded = self._stage(update, in_engine=self.in_engine)
             except Exception as error:  # a boundary: a bad version must not stop serving the current one
-                in_engine = False
+                self.in_engine = False
                 self._refuse(update, error, time.perf_counter() - start)
                 continue
             staged.release()  # fused weights are copies
-            in_engine = True
+            self.in_engine = True
             update.staged_at = time.perf_counter()
             update.timings = {
                 **{name: float(seconds) for name, seconds in staged.timings.items()},

@@ -148,6 +148,12 @@ class SglangApi(EngineApi):
     async def resume(self) -> None:
         await self.send("/continue_generation", {})
 
+    async def sleep(self, timeout_s: float) -> None:
+        await self.send("/release_memory_occupation", {}, timeout_s)
+
+    async def wake(self, timeout_s: float) -> None:
+        await self.send("/resume_memory_occupation", {}, timeout_s)
+
     async def drop_cache(self) -> str:
         """Drop the cache. A load that meets a request would end SGLang, because it cannot drop the cache."""
         try:

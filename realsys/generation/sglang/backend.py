@@ -34,6 +34,8 @@ from realsys.generation.child.engine import (
 )
 from realsys.generation.sglang.process import Launch, run_part
 
+#: share of a GPU that SGLang's weights and cache have by default; CUDA graphs and activations have the rest
+_DEFAULT_SHARE = 0.88
 _CPU_BYTES = 2560 << 20  # SGLang's processes, of one server on a CPU with a small model
 
 
@@ -67,6 +69,10 @@ class SglangBackend(Backend):
 
     def memory_bytes(self, node: NodeDevices) -> int:
         return 0 if node.gpus else _CPU_BYTES
+
+    def gpu_share(self) -> float:
+        given = sglang_options(self.config.generation.sglang).get(STATIC_SHARE, _DEFAULT_SHARE)
+        return float(given) if isinstance(given, int | float) else _DEFAULT_SHARE
 
     def sharing(self, share: float) -> dict[str, Any]:
         """Bound weights and cache, unless the user does. SGLang would otherwise take nearly all of the GPU."""

@@ -1,8 +1,5 @@
 """One run of SGLang: its command line and environment.
 
-A GPU may be shared with training ranks. They and SGLang start at the same time, and either may be first: SGLang gets
-its planned share of the whole GPU, whatever is free when it starts.
-
 A server that spans nodes has such a process on each of them. On the first node a supervisor keeps it; on the others
 ``run_part`` runs it until it ends.
 """
@@ -13,14 +10,14 @@ import asyncio
 import os
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from realsys.config.backend_rules import STATIC_SHARE, command_line_flags
-from realsys.config.machine import free_gpu_share, own_gpus
 from realsys.errors import GenerationError
 from realsys.generation.backend import ONE_NODE, NodeSpan
+from realsys.generation.child.contract import EngineApi, EngineLaunch
 from realsys.generation.child.process import LOOPBACK, EngineProcess, engine_environment
 from realsys.generation.sglang.api import SglangApi
 from realsys.weights.inside import INSIDE
@@ -30,63 +27,22 @@ _INSIDE = Path(__file__).with_name("inside")  # a plugin of SGLang
 #: SGLang counts the positions of a request in another way; with these it accepts every request that we accept
 _CONTEXT_SLACK = 16
 _CPU_TOKENS = 65536  # KV cache of a server on CPU, unless the context is longer
-#: torch's and SGLang's words for a GPU with too little memory
-_FULL, _TOO_LITTLE = (re.compile(words, re.IGNORECASE) for words in ("out of memory", "not enough memory"))
-_SMALLER = 0.8  # part of the share with which SGLang starts again after it found the GPU full
-_LEAST_FREE = 0.01  # smallest free share of a GPU; with less, SGLang's own error names the memory
-_MOST_SHARE = 0.9  # largest share of free memory: CUDA graphs and activations need the rest
 
 
 @dataclass(frozen=True, slots=True)
-class Launch:
-    """Settings of one start. ``context``: tokens of a sequence; ``options``: of the user, by name without dashes.
+class Launch(EngineLaunch):
+    """Settings of one start. ``span``: of the server. ``receives``: it gets weights by group."""
 
-    ``tokenizer``: SGLang loads the model's tokenizer and turns every token into text. ``span``: of the server.
-    ``shared``: training ranks or other servers may be on its GPUs, so its share is of the whole GPU. ``receives``: it
-    gets weights by group.
-    """
+    api: ClassVar[type[EngineApi]] = SglangApi
+    share_option: ClassVar[str] = STATIC_SHARE
+    too_little: ClassVar[re.Pattern[str]] = re.compile("not enough memory", re.IGNORECASE)
 
-    python: str
-    model_path: Path
-    dtype: str
-    fp32_head: bool
-    context: int
-    tensor: int
-    seed: int
-    threads: int
-    gpus: bool
-    options: Mapping[str, Any]
-    tokenizer: bool = False
+    fp32_head: bool = False
     span: NodeSpan = ONE_NODE
-    shared: bool = False
     receives: bool = False
 
-    @property
-    def api(self) -> type[SglangApi]:
-        return SglangApi
-
-    def sized(self) -> Launch:
-        """Return the launch with its planned share of a shared GPU as a share of what is free on it now.
-
-        SGLang takes its option for the latter: after a rank, it would get less than the plan has for it.
-        """
-        return self._with_share(lambda share: share / max(free_gpu_share(own_gpus()), _LEAST_FREE))
-
-    def after_failure(self, error: str) -> Launch | None:
-        """Return the next launch after SGLang did not start; None if it would fail again.
-
-        On a shared GPU a rank may have allocated memory while SGLang measured it. So it measures again, with a smaller
-        share if it did not fit.
-        """
-        if not self.shared or not (_FULL.search(error) or _TOO_LITTLE.search(error)):
-            return None
-        return self._with_share(lambda share: share * _SMALLER) if _FULL.search(error) else self
-
-    def _with_share(self, change: Callable[[float], float]) -> Launch:
-        share = self.options.get(STATIC_SHARE)
-        if not self.shared or not isinstance(share, int | float):
-            return self
-        return replace(self, options={**self.options, STATIC_SHARE: round(min(change(share), _MOST_SHARE), 4)})
+    def share_of(self, share: float, free: float) -> float:
+        return share / free  # SGLang takes its option for a share of what is free when it starts
 
     def command(self, port: int) -> list[str]:
         """Return argv. The user's options replace ours, except the address and the model (checked before)."""

@@ -191,6 +191,12 @@ class VllmApi(EngineApi):
     async def resume(self) -> None:
         await self.send("/resume", {})
 
+    async def sleep(self, timeout_s: float) -> None:
+        await self.send("/sleep?level=2", {}, timeout_s)  # level 1 would copy the weights to host memory
+
+    async def wake(self, timeout_s: float) -> None:
+        await self.send("/wake_up", {}, timeout_s)
+
     async def drop_cache(self) -> str:
         path = "/reset_prefix_cache"
         reply = decode_reply(f"vLLM{path}", await self.send(path, {}), dict[str, bool])

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from realsys.config.allocation import Allocation, parse_allocation
 from realsys.config.backend_rules import EnginePackage, check_options, command_line_flags, named_options
@@ -15,6 +16,7 @@ from realsys.config.schema import Config, SamplingConfig
 from realsys.config.trial_sizes import longest_sequence
 from realsys.errors import ConfigError
 from realsys.generation.backend import Backend, Change, EngineParts, Materialise
+from realsys.generation.child.contract import EngineApi, EngineLaunch
 from realsys.generation.child.engine import MAX_ANSWERS, ChildEngine, build_child_engine, tokenizer_of
 from realsys.generation.child.process import LOOPBACK, engine_environment
 from realsys.generation.vllm.api import MAX_LOGPROBS, VllmApi
@@ -43,38 +45,24 @@ _OURS = frozenset(
     }
 )
 _SHARE = "gpu-memory-utilization"
+_DEFAULT_SHARE = 0.92  # vLLM's own
 _CPU_CACHE = 1 << 30  # bytes of keys and values of a server on a CPU
 _CPU_BYTES = 3 << 30  # vLLM's three processes, of one server on a CPU with a small model, with their cache
 
 
 @dataclass(frozen=True, slots=True)
-class VllmLaunch:
-    """Settings of one start. ``context``: tokens of a sequence; ``options``: of the user, by name without dashes.
+class VllmLaunch(EngineLaunch):
+    """Settings of one start."""
 
-    ``tokenizer``: vLLM loads the model's tokenizer and turns every token into text.
-    """
+    api: ClassVar[type[EngineApi]] = VllmApi
+    share_option: ClassVar[str] = _SHARE
+    # A rank that allocates or frees memory while vLLM measures makes it too small, or the measurement impossible.
+    too_little: ClassVar[re.Pattern[str]] = re.compile(
+        "less than desired GPU memory|No available memory for the cache|KV cache is needed|Error in memory profiling"
+    )
 
-    python: str
-    model_path: Path
-    dtype: str
-    context: int
-    tensor: int
-    seed: int
-    threads: int
-    gpus: bool
-    options: Mapping[str, Any]
-    tokenizer: bool = False
-
-    @property
-    def api(self) -> type[VllmApi]:
-        return VllmApi
-
-    def sized(self) -> VllmLaunch:
-        """Return the launch: vLLM's share of a GPU is one of all its memory, whatever is free."""
-        return self
-
-    def after_failure(self, error: str) -> None:
-        """Return None: another start would fail again."""
+    def share_of(self, share: float, free: float) -> float:
+        return share  # of all memory, of which vLLM demands that so much is free
 
     def command(self, port: int) -> list[str]:
         """Return argv. The user's options replace ours, except those that are refused."""
@@ -172,6 +160,10 @@ class VllmBackend(Backend):
     def memory_bytes(self, node: NodeDevices) -> int:
         return 0 if node.gpus else _CPU_BYTES
 
+    def gpu_share(self) -> float:
+        given = self._options.get(_SHARE, _DEFAULT_SHARE)
+        return float(given) if isinstance(given, int | float) else _DEFAULT_SHARE
+
     def sharing(self, share: float) -> dict[str, Any]:
         """Bound weights and cache, unless the user does."""
         if _SHARE in self._options:
@@ -205,6 +197,7 @@ class VllmBackend(Backend):
             gpus=gpus,
             options=given,
             tokenizer=tokenizer is not None,
+            shared=config.cluster.share_gpus,
         )
         return build_child_engine(
             launch,

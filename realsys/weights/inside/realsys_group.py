@@ -190,7 +190,7 @@ class Receiver:
         self, order: dict[str, Any], apply: Callable[[Iterator[tuple[str, torch.Tensor]]], object]
     ) -> tuple[bool, str]:
         """Give all tensors of ``order`` to ``apply``, which loads them. Returns whether that succeeded, and why not."""
-        self._keeping.join()
+        self.settle()
         problem, left = "", sum(len(sender["tensors"]) for sender in order["senders"])
 
         def counted() -> Iterator[tuple[str, torch.Tensor]]:
@@ -211,9 +211,13 @@ class Receiver:
         self.loaded()
         return True, ""
 
+    def settle(self) -> None:
+        """Return when the copy is complete."""
+        self._keeping.join()
+
     def loaded(self) -> None:
         """Renew the copy, in a thread. Call it after each load, also of another kind."""
-        self._keeping.join()
+        self.settle()
         self._keeping = threading.Thread(target=self._keep, name="keep-weights", daemon=True)
         self._keeping.start()
 

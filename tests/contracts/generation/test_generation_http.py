@@ -14,6 +14,8 @@ import pytest
 import torch
 
 from realsys.errors import GenerationError, ServerBusy, ServerFailed, ServerSilent
+from realsys.generation.child.engine import ChildEngine
+from realsys.generation.child.requests import SplitRequest
 from realsys.generation.client import GenerationClient, Received, SamplingSpec
 from realsys.generation.embedded.engine import EmbeddedEngine
 from tests.support.serving.generation_models import VOCAB, chosen, reference_logprobs
@@ -30,6 +32,7 @@ from tests.support.serving.generation_servers import (
     drive,
     raw,
     samples,
+    with_progress,
 )
 
 
@@ -180,20 +183,6 @@ class Watched(Received):
         self.empty_lines += not any(len(one.tokens) for one in self.completions)
 
 
-def with_progress(test):
-    """Run ``test(client)`` with a client that requests progress every 20 ms."""
-
-    async def body():
-        client = GenerationClient(BOUND_S, progress_s=0.02)
-        try:
-            async with asyncio.timeout(BOUND_S):
-                await test(client)
-        finally:
-            await client.close()
-
-    asyncio.run(body())
-
-
 @samples
 def test_tokens_arrive_before_the_reply(server):
     """Whatever has arrived is the beginning of the reply, with its log-probs and versions."""
@@ -223,7 +212,7 @@ def test_stream_brings_tokens_as_they_are_sampled(server):
     """The engine pauses after each token until the client has it. A stream samples the same tokens."""
     engine, counts = server.engine, []
     if not isinstance(engine, EmbeddedEngine):
-        pytest.skip("this engine returns several tokens at a time")
+        pytest.skip("only the embedded engine can be held after a token; the next test is about the others")
     spec = SamplingSpec(max_new_tokens=8, min_new_tokens=8)
 
     def told(number):
@@ -239,6 +228,31 @@ def test_stream_brings_tokens_as_they_are_sampled(server):
         assert counts[:7] == list(range(1, 8))
         for name in ("tokens", "logprobs", "versions"):
             assert getattr(streamed, name).tolist() == getattr(whole, name).tolist()
+
+    with_progress(test)
+
+
+@samples
+def test_stream_of_a_child_engine_has_an_event_per_token(server, monkeypatch):
+    """If its HTTP process lags behind, it joins the events that wait. So streams are tried until one has them all."""
+    if not isinstance(server.engine, ChildEngine):
+        pytest.skip("this engine runs in the server's process")
+    heard, hear = [], SplitRequest.hear
+
+    def note(request, number, reply):
+        heard.append(len(reply.output_ids))
+        return hear(request, number, reply)
+
+    monkeypatch.setattr(SplitRequest, "hear", note)
+
+    async def test(client):
+        for seed in itertools.count():
+            heard.clear()
+            received = Received(1, on_tokens=lambda number: None)
+            spec = SamplingSpec(max_new_tokens=8)
+            (answer,) = await client.generate(server.url, PROMPT, spec, rid=str(seed), seed=seed, received=received)
+            if len(answer.tokens) == 8 and set(heard) == set(range(1, 9)):
+                break
 
     with_progress(test)
 

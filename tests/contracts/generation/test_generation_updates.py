@@ -3,8 +3,10 @@
 Weights are staged and verified by the product's own code, from directories with manifests.
 """
 
+import asyncio
 import copy
 import dataclasses
+import itertools
 import os
 
 import msgspec
@@ -12,9 +14,10 @@ import numpy as np
 import pytest
 import torch
 
-from realsys.generation.client import SamplingSpec
+from realsys.generation.client import Received, SamplingSpec
 from realsys.weights.disk import manifest
 from realsys.weights.disk.writer import ShardWriter
+from tests.support.serving.generation_models import VOCAB
 from tests.support.serving.generation_servers import (
     BOUND_S,
     PROMPT,
@@ -25,6 +28,7 @@ from tests.support.serving.generation_servers import (
     publish,
     samples,
     shard_of,
+    with_progress,
 )
 
 
@@ -173,3 +177,40 @@ def test_pause_abort_returns_what_there_is(server):
         assert after.finish_reason in ("length", "stop")
 
     drive(test)
+
+
+@samples
+def test_sleep_and_wake_change_no_token(server):
+    """A greedy request is cut by the sleep, and continues with the same weights, which an update loads again."""
+    greedy, version = SamplingSpec(max_new_tokens=480, temperature=0), 0
+
+    async def load(client):
+        return await client.update_weights(server.url, str(server.paths[version]), version, BOUND_S)
+
+    async def test(client):
+        for number in itertools.count():  # the model may end a completion before the sleep: then another one is cut
+            prompt, told = [number % VOCAB, *PROMPT], asyncio.Event()
+            [whole] = await client.generate(server.url, prompt, greedy, rid=f"whole{number}", seed=1)
+            received = Received(1, on_tokens=lambda _, told=told: told.set())
+            call = client.generate(server.url, prompt, greedy, rid=str(number), seed=1, received=received)
+            request, told = asyncio.create_task(call), asyncio.create_task(told.wait())
+            await asyncio.wait((request, told), return_when="FIRST_COMPLETED")
+            await client.sleep(server.url)
+            asleep = await client.server_info(server.url)
+            assert asleep.paused and asleep.weight_version == "-1" and asleep.kv_tokens == 0
+            refused = await load(client)
+            assert not refused.success and "wake it first" in refused.message
+            late = asyncio.create_task(client.generate(server.url, [7], greedy, rid=f"late{number}", seed=1))
+            await client.wake(server.url)
+            awake = await client.server_info(server.url)
+            assert awake.paused and awake.generated_tokens == asleep.generated_tokens and not late.done()
+            assert (await load(client)).success
+            [completion] = await request
+            assert len((await late)[0].tokens)
+            assert completion.tokens.tolist() == whole.tokens.tolist()
+            assert np.abs(completion.logprobs - whole.logprobs).max() <= 1e-4
+            if asleep.running + asleep.queued:  # the sleep has cut it
+                break
+        assert set(completion.versions.tolist()) == {server.start, version}
+
+    with_progress(test)

@@ -259,6 +259,20 @@ def drive(test):
     return asyncio.run(body())
 
 
+def with_progress(test):
+    """Run ``test(client)`` with a client that requests progress every 20 ms."""
+
+    async def body():
+        client = GenerationClient(BOUND_S, progress_s=0.02)
+        try:
+            async with asyncio.timeout(BOUND_S):
+                await test(client)
+        finally:
+            await client.close()
+
+    asyncio.run(body())
+
+
 class Crowd:
     """``busy`` requests at a time that run for long: whenever one ends the next begins, until ``finish``.
 

@@ -4,7 +4,7 @@ Not a model: it counts. The token after t is (t + 1) % 90, with log-prob -1 - ve
 0.5 stalls half-way with the initial weights: it returns its tokens when it is aborted. Token 89 as the
 last of a prompt ends the process, 88 makes it hang while it still listens. Version 13 never answers the prompt [0].
 With --idle a connection is closed when it is used a second time. With --lingers a request is at work for a while after
-its answer, and a load at that time ends the process, as it does SGLang.
+its answer, and a load at that time ends the process, as it does SGLang. So does a load without memory.
 Usage: sglang_stand_in.py [--fail | --silent | --reports] [--loads] [--idle] [--lingers] --port PORT
 """
 
@@ -29,6 +29,7 @@ class State:
         self.lingers = 0  # refusals of /flush_cache until no request is at work
         self.aborted: set[str] = set()
         self.hangs = False
+        self.released = False  # its memory
         self.changed = threading.Condition()
 
 
@@ -77,7 +78,7 @@ class Handler(BaseHTTPRequestHandler):
                 self._reply({}, 400 if state.lingers else 200)
                 state.lingers = max(0, state.lingers - 1)
             elif self.path == "/update_weights_from_disk":
-                if state.lingers:
+                if state.lingers or state.released:
                     print("AssertionError: Cache flush failed after updating weights", flush=True)
                     os._exit(1)
                 if (Path(body["model_path"]) / "deadly").exists():
@@ -87,6 +88,10 @@ class Handler(BaseHTTPRequestHandler):
                 state.version = body["weight_version"] if good else state.version
                 print(f"load {state.version}", flush=True)
                 self._reply({"success": good, "message": "as asked" if good else "cannot load"}, 200 if good else 400)
+            elif self.path in ("/release_memory_occupation", "/resume_memory_occupation"):
+                state.released = self.path.startswith("/release")
+                print("released" if state.released else "resumed", flush=True)
+                self._reply({})
             elif self.path == "/update_weight_version":
                 state.version = body["new_version"]
                 self._reply({}, 400 if body["abort_all_requests"] else 200)

@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import logging
+import math
 import os
 import re
 import signal
@@ -12,12 +14,14 @@ from pathlib import Path
 import psutil
 import pytest
 
+from realsys.cluster.children import child_process
 from realsys.cluster.children.child_process import (
     HEALTHY_AFTER_S,
     LONGEST_BACKOFF_S,
     Backoff,
     ChildProcess,
     GuardedProcess,
+    LogBound,
     child_pids,
     how_it_ended,
     kill_descendants,
@@ -244,6 +248,43 @@ def test_last_words_name_status_and_lines(tmp_path):
 
     words = with_server(tmp_path, ["sh", "-c", "echo one; echo two >&2; exit 3"], body)
     assert words == "Server exited with code 3; its last lines: one | two"
+
+
+def test_flood_of_a_dying_server_is_cut_after_its_cause(tmp_path, caplog, monkeypatch):
+    """As vLLM, which prints a traceback for each open request."""
+    monkeypatch.setattr(child_process, "_LOG_WINDOW_S", math.inf)
+    flood = "import sys; print('cause'); [print('x' * 99) for _ in range(30_000)]; print('the end'); sys.exit(3)"
+
+    async def body(process):
+        return await process.last_words()
+
+    with caplog.at_level(logging.INFO, logger="server"):
+        words = with_server(tmp_path, [sys.executable, "-c", flood], body)
+    assert words.startswith("Server exited with code 3; ") and words.endswith("| the end")
+    logged = [record.getMessage() for record in caplog.records if record.name == "server"]
+    assert logged[0] == "cause" and sum(map(len, logged)) < 250_000
+    assert logged[-1] == f"{30_002 - len(logged) + 1} lines left out: more than 200000 characters in a minute"
+
+
+def test_last_words_begin_with_the_first_error(tmp_path):
+    """As of vLLM, whose server ends with an error that names no cause."""
+    lines = ["WARNING: as of `OSError: x`", "(Core pid=1) ERROR 11-28 [core.py:9] ValueError: no memory", "KeyError: 3"]
+    code = f"[print(line) for line in {lines}]; [print(i) for i in range(40)]"
+
+    async def body(process):
+        return await process.last_words()
+
+    words = with_server(tmp_path, [sys.executable, "-c", code], body)
+    assert f"; its last lines: {lines[1]} | ... | 25 | 26 " in words
+
+
+def test_bound_of_a_log_counts_what_it_leaves_out():
+    bound = LogBound(10, 60.0)
+    assert bound.closed(5.0) == 0
+    assert [bound.admits(6), bound.admits(6), bound.admits(1)] == [True, False, False]
+    assert bound.closed(64.0) == 0
+    assert bound.closed(65.0) == 2
+    assert bound.admits(10) and bound.closed(66.0) == bound.left_out == 0
 
 
 def test_command_that_is_not_found_ends(tmp_path):

@@ -38,6 +38,9 @@ class Scripted(SimpleEngine):
     def load_weights(self, tensors):
         self.loaded.append(dict(tensors))
 
+    def release_weights(self):
+        self.loaded.clear()
+
 
 def load(path, version):
     if path == "/bad":
@@ -172,6 +175,18 @@ def test_pause_holds_requests_until_resume(engine):
     assert engine.info().paused and not engine.asked
     engine.resume().result(BOUND)
     assert len(first.result(BOUND)) == 2
+
+
+def test_sleep_holds_requests_until_weights_are_loaded(engine):
+    assert engine.update("/v3", 3).result(BOUND).success
+    engine.sleep().result(BOUND)
+    completion = engine.generate("a", [5], SamplingParams(max_new_tokens=8))
+    assert "wake it first" in engine.update("/v3", 3).result(BOUND).message
+    assert (engine.version, engine.loaded, engine.info().paused) == (-1, [], True)
+    engine.wake().result(BOUND)
+    assert engine.info().paused and not completion.done() and not engine.asked
+    assert engine.update("/v3", 3).result(BOUND).success
+    assert completion.result(BOUND)[0].segments == [(3, 3)] and engine.loaded == [{"w": 3}]
 
 
 def test_closed_engine_fails_open_calls(engine):

@@ -14,6 +14,7 @@ from realsys_group import Receiver
 
 FORMAT = "realsys"
 _UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
+_MANAGER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 _receivers: dict[int, Any] = {}  # of the models of this process
 
 
@@ -21,11 +22,12 @@ def register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     for name, hook in (
-        ("receive_weights_from_distributed", receive),
-        ("load_weights_from_distributed", load),
-        ("update_weights_from_disk", load_from_disk),
+        (f"{_UPDATER}.receive_weights_from_distributed", receive),
+        (f"{_UPDATER}.load_weights_from_distributed", load),
+        (f"{_UPDATER}.update_weights_from_disk", load_from_disk),
+        (f"{_MANAGER}.release_memory_occupation", release),
     ):
-        HookRegistry.register(f"{_UPDATER}.{name}", hook, HookType.AROUND)
+        HookRegistry.register(name, hook, HookType.AROUND)
 
 
 def receive(original: Callable[..., Any], updater: Any, **given: Any) -> Any:
@@ -58,3 +60,10 @@ def load_from_disk(
     if (receiver := _receivers.get(id(updater.get_model()))) is not None:
         receiver.loaded()
     return result
+
+
+def release(original: Callable[..., Any], manager: Any, *given: Any, **named: Any) -> Any:
+    """Release the memory of the weights when nobody copies them any more."""
+    for receiver in _receivers.values():
+        receiver.settle()
+    return original(manager, *given, **named)

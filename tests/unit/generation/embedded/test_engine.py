@@ -2,8 +2,10 @@
 
 import threading
 
+import numpy as np
 import pytest
 
+from realsys.cluster.process import resident_bytes
 from realsys.errors import GenerationError, WeightsError
 from realsys.generation.embedded.decoder import read_tensors
 from realsys.generation.embedded.engine import EmbeddedEngine
@@ -57,11 +59,12 @@ def steps():
 def start(models, steps):
     engines = []
 
-    def start(load=None, prefill_tokens=2048, **options):
+    def start(load=None, prefill_tokens=2048, cache_rows=0, **options):
         def load_new(path, version, *, loaded=False):
             return Weights(read_tensors(models / "new"), {"verify_s": 0.25})
 
-        core = make_core(models / "old", max_running=4, max_queued=8, prefill_tokens=prefill_tokens)
+        sizes = {"prefill_tokens": prefill_tokens, "cache_rows": cache_rows}
+        core = make_core(models / "old", max_running=4, max_queued=8, **sizes)
         core.version = 1
         engine = EmbeddedEngine(core, load or load_new, on_step=steps, **options)
         engine.start()
@@ -284,6 +287,69 @@ def test_update_while_paused_takes_effect_at_resume(start, steps):
     assert steps.count == 10
     engine.resume().result(BOUND)
     assert completion.result(BOUND)[0].segments == [(1, 10), (2, 90)]
+
+
+def test_sleep_releases_memory_and_changes_no_token(start, steps, models):
+    """The cache has 128 MiB. The weights before and after are the same, and are staged as unchanged."""
+    [[undisturbed]] = run(make_core(models / "old"), make_request("a", [1, 2, 3], seed=1, max_new_tokens=100))
+
+    def load(path, version, *, loaded=False):
+        return Weights(read_tensors(models / "old"), unchanged=loaded)
+
+    engine = start(load, cache_rows=2700)
+    cache = engine.core._cache
+    size = cache.keys.nbytes + cache.values.nbytes
+    assert size > 100 << 20
+    assert engine.update("v1", 1).result(BOUND).success
+    completion = held_after(engine, steps, 10)
+    before, asleep = resident_bytes(), engine.sleep()
+    steps.go()
+    asleep.result(BOUND)
+    assert before - resident_bytes() > size // 2
+    assert (engine.version, engine.info().paused) == (-1, True)
+    refused = engine.update("v1", 1).result(BOUND)
+    assert not refused.success and "wake it first" in refused.message
+    engine.wake().result(BOUND)
+    assert steps.count == 10 and engine.info().paused and not completion.done()
+    assert engine.update("v1", 1).result(BOUND).success
+    [result] = completion.result(BOUND)
+    assert result.tokens.tolist() == undisturbed.tokens.tolist() and result.segments == [(1, 100)]
+    assert np.abs(result.logprobs - undisturbed.logprobs).max() < 1e-4
+
+
+def test_version_staged_as_unchanged_before_the_sleep_is_refused(start, models):
+    """Its weights are gone. The next one is read whole."""
+    entered, gate = threading.Event(), threading.Event()
+
+    def load(path, version, *, loaded=False):
+        if path == "late":
+            entered.set()
+            assert gate.wait(BOUND)
+        return Weights(read_tensors(models / "old"), unchanged=loaded)
+
+    engine = start(load)
+    assert engine.update("v1", 1).result(BOUND).success
+    late = engine.update("late", 2)
+    assert entered.wait(BOUND)
+    engine.sleep().result(BOUND)
+    engine.wake().result(BOUND)
+    gate.set()
+    refused = late.result(BOUND)
+    assert not refused.success and "has slept" in refused.message
+    assert engine.update("v2", 2).result(BOUND).success
+    assert engine.generate("a", [1, 2, 3], LONG).result(BOUND)[0].segments == [(2, 100)]
+
+
+def test_without_interruption_running_finish_before_the_sleep(start, steps):
+    engine = start(interruptible=False)
+    running = held_after(engine, steps, 10)
+    asleep, late = engine.sleep(), engine.generate("b", [7], SamplingParams(max_new_tokens=3))
+    steps.go()
+    asleep.result(BOUND)
+    assert len(running.result(BOUND)[0].tokens) == 100 and not late.done()
+    engine.wake().result(BOUND)
+    assert engine.update("v2", 2).result(BOUND).success
+    assert late.result(BOUND)[0].segments == [(2, 3)]
 
 
 def test_pause_abort_returns_partial_completions(start, steps):

