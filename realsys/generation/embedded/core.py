@@ -219,6 +219,8 @@ class EngineCore:
         """Give the memory of weights and cache back to the device. Requests keep their tokens, and lose their keys."""
         self.drop_cache()
         self.version = UNSYNCED
+        if self._store.device.type == "cpu":
+            self._model.weights = ModelWeights.none()  # staged weights replace them, and packed ones have no storage
         for tensor in self._tensors():
             tensor.untyped_storage().resize_(0)
         if self._store.device.type == "cuda":

@@ -337,6 +337,11 @@ class ModelWeights:
     norm: Tensor | None
     head: Tensor  # [vocab, hidden]; float32 if the logits are not rounded
 
+    @classmethod
+    def none(cls) -> ModelWeights:
+        """Return the weights of no model."""
+        return cls(torch.empty(0), [], None, torch.empty(0))
+
     def tensors(self) -> list[Tensor]:
         """Return all tensors, in the same order for every version of a model."""
         parts = [self.embedding, self.norm, self.head]

@@ -62,6 +62,24 @@ def test_bfloat16_stays_close_to_transformers(tmp_path):
         assert np.abs(expected - result.logprobs).mean() < 0.1
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_memory_that_was_released_is_taken_again(two_models, dtype):
+    _, path = two_models[0]
+    arch = read_model(path)
+
+    def weights():
+        return fuse(arch, read_tensors(path), dtype=dtype, device=torch.device("cpu"))
+
+    core = EngineCore(arch, weights(), CoreSizes(max_running=2, max_queued=4, context=128))
+    [[before]] = run(core, make_request("a", PROMPTS[1], seed=1, max_new_tokens=20))
+    core.release()
+    assert not any(tensor.untyped_storage().nbytes() for tensor in core._tensors())
+    core.allocate()
+    core.swap(weights(), 0)
+    [[after]] = run(core, make_request("b", PROMPTS[1], seed=1, max_new_tokens=20))
+    assert after.tokens.tolist() == before.tokens.tolist() and np.array_equal(after.logprobs, before.logprobs)
+
+
 def test_completions_of_one_request_share_one_prefill(two_models):
     model, path = two_models[0]
     core = make_core(path, max_running=8)
