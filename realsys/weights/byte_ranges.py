@@ -18,7 +18,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlencode, urlsplit
 
 from realsys.cluster.http_client import authorization
@@ -28,6 +28,7 @@ from realsys.weights.disk.delta import Bytes
 if TYPE_CHECKING:  # a client needs no service
     from starlette.requests import Request
     from starlette.responses import Response
+    from starlette.types import Receive, Scope, Send
 
     from realsys.cluster.http_server import Guard
 
@@ -76,6 +77,19 @@ def range_app(
 
     from realsys.cluster.http_server import Admission, Guard
 
+    class FileResponse(StreamingResponse):
+        """Closes the file at its end, also if the client leaves before the first chunk."""
+
+        def __init__(self, file: OpenFile, *given: Any) -> None:
+            super().__init__(*given)
+            self._file = file
+
+        async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+            try:
+                await super().__call__(scope, receive, send)
+            finally:
+                self._file.close()
+
     async def serve(request: Request) -> Response:
         asked = _RANGE.fullmatch(request.headers.get("range", ""))
         if asked is None:
@@ -88,7 +102,7 @@ def range_app(
             file.close()
             return PlainTextResponse("the range is outside the file", 416)
         headers = {"Content-Length": str(stop - start)}
-        return StreamingResponse(_chunks(file, start, stop), 206, headers)
+        return FileResponse(file, _chunks(file, start, stop), 206, headers)
 
     others = [Route(other, handler, methods=["POST"]) for other, handler in more.items()]
     app, limit = Starlette(routes=[Route(path, serve), *others]), _MAX_BODY if more else 0
@@ -96,16 +110,12 @@ def range_app(
 
 
 async def _chunks(file: OpenFile, at: int, stop: int) -> AsyncIterator[bytes]:
-    """Yield the bytes. The file stays open until the end."""
-    try:
-        while at < stop:
-            chunk = await asyncio.to_thread(os.pread, file.descriptor, min(_CHUNK, stop - at), at)
-            if not chunk:
-                raise OSError(f"a served file ends at byte {at}")
-            yield chunk
-            at += len(chunk)
-    finally:
-        file.close()
+    while at < stop:
+        chunk = await asyncio.to_thread(os.pread, file.descriptor, min(_CHUNK, stop - at), at)
+        if not chunk:
+            raise OSError(f"a served file ends at byte {at}")
+        yield chunk
+        at += len(chunk)
 
 
 # ---- client

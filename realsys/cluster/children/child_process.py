@@ -394,15 +394,17 @@ class GuardedProcess:
         try:
             async for line in lines_of(pipe, _LINE_LIMIT):
                 if text := line.decode("utf-8", "replace").rstrip():
-                    now = time.monotonic()
-                    self._tail.append(text[:300])
-                    if now > self._cause_at + _LOG_WINDOW_S and _CAUSE.match(text):
-                        self._cause, self._cause_at = text[:300], now
-                    self._note(bound.closed(now))
-                    if bound.admits(len(text)):
-                        self._output.info("%s", text)
+                    self._take(text, bound, time.monotonic())
         finally:
             self._note(bound.left_out)
+
+    def _take(self, text: str, bound: LogBound, now: float) -> None:
+        self._tail.append(text[:300])
+        if now > self._cause_at + _LOG_WINDOW_S and _CAUSE.match(text):
+            self._cause, self._cause_at = text[:300], now
+        self._note(bound.closed(now))
+        if bound.admits(len(text)):
+            self._output.info("%s", text)
 
     def _note(self, left_out: int) -> None:
         if left_out:

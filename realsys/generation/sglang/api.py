@@ -173,7 +173,12 @@ class SglangApi(EngineApi):
 
     async def receive(self, order: dict[str, Any], version: int, timeout_s: float, *, flush: bool) -> str:
         """Receive weights in an update session. Its plugin takes ``load_format=realsys``."""
-        await self.send("/begin_weight_update", {})
+        try:
+            await self._http.call(self._url + "/begin_weight_update", {}, CALL_TIMEOUT_S)
+        except CallFailed as error:
+            if error.status == 404:
+                return "this SGLang has no update sessions: install a newer one, or set weights.transport=memory"
+            raise GenerationError(f"SGLang/begin_weight_update: {error}", retryable=True) from error
         body: dict[str, Any] = {
             "names": [],
             "dtypes": [],

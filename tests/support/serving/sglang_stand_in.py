@@ -3,8 +3,9 @@
 Not a model: it counts. The token after t is (t + 1) % 90, with log-prob -1 - version / 100. A request with temperature
 0.5 stalls half-way with the initial weights: it returns its tokens when it is aborted. Token 89 as the
 last of a prompt ends the process, 88 makes it hang while it still listens. Version 13 never answers the prompt [0].
-With --idle a connection is closed when it is used a second time. With --lingers a request is at work for a while after
-its answer, and a load at that time ends the process, as it does SGLang. So does a load without memory.
+It has no update sessions. With --idle a connection is closed when it is used a second time. With --lingers a request
+is at work for a while after its answer, and a load at that time ends the process, as it does SGLang. So does a load
+without memory.
 Usage: sglang_stand_in.py [--fail | --silent | --reports] [--loads] [--idle] [--lingers] --port PORT
 """
 
@@ -96,7 +97,7 @@ class Handler(BaseHTTPRequestHandler):
                 state.version = body["new_version"]
                 self._reply({}, 400 if body["abort_all_requests"] else 200)
             else:
-                self._reply({})
+                self._reply({}, 404 if self.path == "/begin_weight_update" else 200)
 
     def _event(self, index: int, answer: dict) -> None:
         self._chunk(b"data: " + json.dumps({**answer, "index": index}).encode() + b"\n\n")

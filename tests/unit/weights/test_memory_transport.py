@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 from collections.abc import Iterator
 from contextlib import closing
@@ -11,10 +12,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from starlette.requests import ClientDisconnect
 
 from realsys.errors import WeightsError
 from realsys.weights import memory
-from realsys.weights.byte_ranges import RangeClient
+from realsys.weights.byte_ranges import OpenFile, RangeClient, range_app
 from realsys.weights.contract import build_transport
 from realsys.weights.disk.manifest import load_manifest
 from tests.support.processes.config_trees import changed
@@ -129,3 +131,32 @@ def test_no_room_is_one_line(trial: Trial, monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(WeightsError, match="no room on this host") as raised:
         trial.publish(0)
     assert "\n" not in str(raised.value) and os.listdir(trial.root / "v00000000.0001.tmp") == []
+
+
+def test_file_is_closed_if_the_client_leaves_before_the_first_byte(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"12345678")
+    closed: list[bool] = []
+
+    def find(_: object) -> OpenFile:
+        return OpenFile(os.open(tmp_path / "file", os.O_RDONLY), lambda: closed.append(True))
+
+    async def gone() -> dict[str, object]:
+        return {"type": "http.disconnect"}
+
+    async def request() -> dict[str, object]:
+        return {"type": "http.request", "body": b""}
+
+    async def send(message: object) -> None:
+        raise OSError("the connection is closed")
+
+    scope = {"type": "http", "asgi": {"version": "3.0"}, "method": "GET", "path": "/f", "raw_path": b"/f"}
+    scope |= {"query_string": b"", "headers": [(b"range", b"bytes=0-7")], "server": ("127.0.0.1", 80), "scheme": "http"}
+    app = range_app("/f", find, token=None)
+    replies = iter([request, gone])
+
+    async def receive() -> dict[str, object]:
+        return await next(replies, gone)()
+
+    with contextlib.suppress(OSError, ExceptionGroup, ClientDisconnect):
+        asyncio.run(app(scope, receive, send))
+    assert closed == [True]

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from realsys.errors import GenerationError, WeightsError
+from realsys.generation.backend import Materialised
 from realsys.generation.child.requests import EVENT_TOKENS
 from realsys.generation.child.update import check_shapes
 from realsys.generation.protocol import SamplingParams
@@ -50,6 +51,24 @@ def test_versions_are_derived_where_they_are_not_reported(make):
     assert answer.segments == [(-1, 5), (7, 5)]
     assert np.allclose(answer.logprobs, [-1.0] * 5 + [-1.07] * 5)
     assert answer.finish_reason == "length"
+
+
+class Senders:
+    """Of the ranks that have a version."""
+
+    shapes = SHAPES
+
+    async def order(self, receivers, *, everything):
+        return {"senders": []}
+
+
+def test_engine_without_update_sessions_keeps_its_weights(make):
+    engine, changes = make()
+    engine._updater._materialise = lambda *_, **__: Materialised(None, {}, senders=Senders())
+    result = engine.update("/weights/v7", 7).result(WAIT_S)
+    assert not result.success and "has no update sessions: install a newer one, or set weights" in result.message
+    assert engine.version == -1 and changes.empty()
+    assert generate(engine, [5]).result(WAIT_S)[0].tokens.tolist() == [6, 7, 8, 9]
 
 
 def test_tokens_are_shown_before_they_return(make):
