@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -120,7 +121,7 @@ class GroupWriter(MemoryWriter):
         from realsys.weights.inside.realsys_group import Offer
 
         backend = "nccl" if torch.cuda.is_available() else "gloo"
-        offer = Offer(self.host, 1 + asked.receivers, backend, self._limit_s)
+        offer = Offer(urlsplit(self.url).hostname or "", 1 + asked.receivers, backend, self._limit_s)
         Thread(target=self._send, args=(offer, file, asked), name=f"send-{asked.server}", daemon=True).start()
         return offer.place
 

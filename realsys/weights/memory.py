@@ -53,10 +53,10 @@ class MemoryWriter:
     def __init__(self, files: WeightWriter, parts: WriterParts, config: Config) -> None:
         self._files = files
         self._parts = parts
-        self.host = config.cluster.host
+        self._host = config.cluster.host
         self._versions = config.weights.keep_versions + 1  # those that are kept, and the one that is written
         self._home: Path | None = None  # folder of this rank's files
-        self._url = ""
+        self.url = ""
 
     def write(self, share: Share, tensors: Mapping[str, torch.Tensor]) -> list[ShardInfo]:
         """Write the file, and a link to it in the plan's folder. Raises WeightsError, which names path and cause."""
@@ -72,7 +72,7 @@ class MemoryWriter:
         plan = DiskPlan(str(own), msgspec.convert(share.plan, DiskPlan).base)
         shards: list[ShardInfo] = self._files.write(replace(share, plan=plan), tensors)
         for shard in shards:
-            shard.rank = self._url
+            shard.rank = self.url
             (folder / shard.file).symlink_to(own / shard.file)
         return shards
 
@@ -95,9 +95,9 @@ class MemoryWriter:
                 check_alive=self._parts.check_alive,
                 more=self.routes(home),
             )
-            self._http = HttpServer(service, self.host)
+            self._http = HttpServer(service, self._host)
             self._http.start()
-            self._home, self._url = home, self._http.url + PATH
+            self._home, self.url = home, self._http.url + PATH
         return self._home
 
     def routes(self, home: Path) -> Mapping[str, Handler]:

@@ -166,10 +166,10 @@ def received(order: dict[str, Any], rank: int) -> Iterator[tuple[str, torch.Tens
 
 
 def agreed(ok: bool, group: Any) -> bool:
-    """Return True on every rank of an engine if all of them call it with True. ``group``: theirs, for objects."""
-    votes = [ok] * torch.distributed.get_world_size(group)
-    torch.distributed.all_gather_object(votes, ok, group=group)
-    return all(votes)
+    """Return True on every rank of an engine if all of them call it with True. ``group``: theirs, of gloo."""
+    vote = torch.tensor([int(ok)])
+    torch.distributed.all_reduce(vote, torch.distributed.ReduceOp.MIN, group)
+    return bool(vote)
 
 
 class Receiver:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from realsys.cluster.network import advertised_host
 from realsys.errors import ConfigError, WeightsError
 from realsys.weights import inside, memory
 from realsys.weights.contract import build_transport
@@ -20,11 +21,11 @@ from tests.support.processes.config_trees import changed
 from tests.support.streams.weight_trials import BOUND_S, Trial
 
 
-@pytest.fixture
-def trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Trial]:
+@pytest.fixture(params=[()])
+def trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Trial]:
     (tmp_path / "memory").mkdir()
     monkeypatch.setattr(memory, "places", lambda: [tmp_path / "memory"])
-    made = Trial(tmp_path, build_transport(changed("weights.transport=group")), token="secret")
+    made = Trial(tmp_path, build_transport(changed("weights.transport=group", *request.param)), token="secret")
     yield made
     for writer in made.writers:
         if writer._home is not None:
@@ -52,6 +53,13 @@ def test_all_tensors_arrive_as_they_are(trial, reader, monkeypatch, piece):
     arrived = dict(received(order(reader, trial, 0), 1))
     assert arrived.keys() == trial.base.keys()
     assert all(torch.equal(arrived[name], tensor) for name, tensor in trial.tensors(0).items())
+
+
+@pytest.mark.parametrize("trial", [("cluster.host=0.0.0.0",)], indirect=True)
+def test_sender_names_an_address_that_others_reach(trial, reader):
+    wanted = order(reader, trial, 0)
+    assert {sender["place"]["host"] for sender in wanted["senders"]} == {advertised_host("0.0.0.0")}
+    assert dict(received(wanted, 1)).keys() == trial.base.keys()
 
 
 @pytest.mark.parametrize("everything", [False, True])
