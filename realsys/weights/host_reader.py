@@ -20,7 +20,6 @@ from realsys.errors import WeightsError
 from realsys.weights.byte_ranges import OpenFile, RangeClient, range_app
 from realsys.weights.contract import StagedWeights, WeightReader
 from realsys.weights.disk.delta import Bytes
-from realsys.weights.disk.dtypes import as_tensor
 from realsys.weights.disk.manifest import VersionManifest, load_manifest
 from realsys.weights.disk.reader import all_kept
 from realsys.weights.host_copies import WEIGHTS, LeasedCopy, SharedCopies
@@ -46,6 +45,8 @@ class HostReader:
         them, and nothing of it is read. Raises WeightsError. The tensors are of this version until ``release`` of the
         result, or the next call.
         """
+        from realsys.weights.disk.dtypes import as_tensor
+
         self.release()
         if loaded and self.adopts(manifest := load_manifest(Path(locator), version)):
             self.note(locator, manifest)
