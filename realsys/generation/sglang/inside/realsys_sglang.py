@@ -10,8 +10,6 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from realsys_group import Receiver
-
 FORMAT = "realsys"
 _UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
 _MANAGER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
@@ -40,6 +38,7 @@ def load(original: Callable[..., tuple[bool, str]], updater: Any, named_tensors:
         return original(updater, named_tensors)
     model = updater.get_model()
     if id(model) not in _receivers:
+        from realsys_group import Receiver
         from sglang.srt.distributed import get_tp_group
 
         _receivers[id(model)] = Receiver(model, 1 + updater.tp_rank, get_tp_group().cpu_group)
