@@ -307,6 +307,9 @@ def host_use(config: Config, allocation: Allocation, flow: Dataflow, here: OnHos
     trainer, pinned = here.ranks / allocation.workers, _PINNED if here.ranks_on_gpu else 1.0
     fused = backend_rules(config).fused_copies * (weights + FP32 * model.vocab * model.hidden)
     kept = config.weights.keep_versions + 1 if config.weights.transport in ("memory", "group") else 0
+    # Engines that receive by group keep a copy each, to which they return if a version does not arrive.
+    own_copies = config.weights.transport == "group" and config.generation.backend != "embedded"
+    copies = here.servers if own_copies else min(1, here.servers)
     ranks = servers = 0
     if not here.ranks_on_gpu:
         ranks = sum(use.total * count for use, count in rank_uses(config, allocation, flow, on_gpu=False))
@@ -318,7 +321,7 @@ def host_use(config: Config, allocation: Allocation, flow: Dataflow, here: OnHos
         offload=int(_offloaded_bytes(config, allocation, flow, on_gpu=here.ranks_on_gpu) * trainer),
         checkpoint=int(_checkpoint_bytes(config, flow) * trainer * pinned),
         published=int(weights * (pinned + (config.weights.delta == "auto") + kept) * trainer),
-        staged=min(1, here.servers) * weights + here.servers * fused,
+        staged=copies * weights + here.servers * fused,
         ranks=int(ranks * trainer),
         servers=here.servers * servers,
     )

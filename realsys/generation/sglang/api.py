@@ -187,7 +187,7 @@ class SglangApi(EngineApi):
         }
         body |= {"load_format": "realsys", "weight_version": str(version), "flush_cache": flush}
         try:
-            await self.send("/update_weights_from_distributed", body, timeout_s)  # with status 400 if it fails
+            await self.send("/update_weights_from_distributed", body, timeout_s)  # a failed load has status 400
         except GenerationError as error:
             if not str(error).endswith(UNDONE):
                 raise

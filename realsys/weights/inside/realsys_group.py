@@ -183,6 +183,7 @@ class Receiver:
         self._rank = rank
         self._ranks = ranks
         self._kept: dict[str, torch.Tensor] = {}
+        self._whole = False  # ``_kept`` has all weights of the last load
         self._keeping = threading.Thread(target=self._keep, name="keep-weights", daemon=True)
         self._keeping.start()
 
@@ -206,6 +207,11 @@ class Receiver:
         if not problem and left:
             problem = f"{left} tensors were not loaded"
         if not agreed(not problem, self._ranks):
+            if not self._whole:  # its thread has failed, and printed why
+                return (
+                    False,
+                    f"{problem or 'another rank of the engine failed'}; no copy of its earlier weights is whole",
+                )
             self._put_back()
             return False, f"{problem or 'another rank of the engine failed'}; {UNDONE}"
         self.loaded()
@@ -223,10 +229,12 @@ class Receiver:
 
     @torch.no_grad()
     def _keep(self) -> None:
+        self._whole = False
         for name, weight in self._model.named_parameters():
             if name not in self._kept:
                 self._kept[name] = torch.empty_like(weight, device="cpu", pin_memory=weight.is_cuda)
             self._kept[name].copy_(weight)
+        self._whole = True
 
     @torch.no_grad()
     def _put_back(self) -> None:

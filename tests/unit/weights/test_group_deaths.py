@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
@@ -146,6 +147,18 @@ def ranks_of_one_engine(pipe: Connection, rank: int, meeting: str) -> None:
     while (order := pipe.recv()) is not None:
         result = receiver.load(order, load)
         pipe.send((*result, {value for weight in model.parameters() for value in weight.tolist()}))
+
+
+def test_weights_whose_copy_failed_are_not_put_back(monkeypatch):
+    """Part of a copy would be a mixture: the engine must be started again."""
+    monkeypatch.setattr(realsys_group, "agreed", lambda ok, group: ok)
+    receiver = Receiver(Model(), 1, None)
+    receiver.settle()
+    receiver._kept["c"] = torch.zeros(3)  # of another shape: the next copy ends here
+    monkeypatch.setattr(threading, "excepthook", lambda failure: None)
+    receiver.loaded()
+    success, problem = receiver.load({"senders": []}, lambda tensors: 1 / 0)
+    assert not success and "no copy of its earlier weights is whole" in problem and not problem.endswith(UNDONE)
 
 
 def test_ranks_of_an_engine_keep_a_version_together(tmp_path):

@@ -13,7 +13,7 @@ from typing import Any
 FORMAT = "realsys"
 _UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
 _MANAGER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
-_receivers: dict[int, Any] = {}  # of the models of this process
+_receivers: dict[int, Any] = {}  # by the id of the model
 
 
 def register() -> None:
@@ -62,7 +62,7 @@ def load_from_disk(
 
 
 def release(original: Callable[..., Any], manager: Any, *given: Any, **named: Any) -> Any:
-    """Release the memory of the weights when nobody copies them any more."""
+    """Release the memory of the weights once their copy is complete."""
     for receiver in _receivers.values():
         receiver.settle()
     return original(manager, *given, **named)
