@@ -152,9 +152,14 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Senders:
-    """The ranks that have a version in their memory. ``held``: names of tensors that the engine has as they are."""
+    """The ranks that have a version in their memory.
+
+    ranks  URL by folder and file, also of earlier versions whose tensors this one has
+    held   names of tensors that the engine has as they are
+    """
 
     manifest: VersionManifest
+    ranks: Mapping[str, Mapping[str, str]]
     held: AbstractSet[str]
     directory: Path
     server: str
@@ -187,11 +192,9 @@ class Senders:
         tensors = self.manifest.tensors
         names.sort(key=lambda name: tensors[name].pieces[0].start)
         parts = [(piece.start, piece.size) for name in names for piece in tensors[name].pieces]
-        own = folder == self.directory.name
         asked = _Asked(self.directory.parent.name, folder, file, parts, receivers, self.server)
         try:
-            ranks = (self.manifest if own else load_manifest(self.directory.with_name(folder))).ranks
-            url = ranks[file].removesuffix(PATH) + SEND
+            url = self.ranks[folder][file].removesuffix(PATH) + SEND
             place = msgspec.json.decode(await http.call(url, asked, _OFFER_TIMEOUT_S))
         except (CallFailed, *MALFORMED) as error:
             raise WeightsError(f"no rank sends {folder}/{file}: {error}") from error
@@ -224,4 +227,5 @@ class GroupReader(HostReader):
             return None
         self.note(locator, manifest)
         self._tried = locator
-        return Senders(manifest, held, directory, self._server, self._token)
+        ranks = {need: load_manifest(directory.with_name(need)).ranks for need in manifest.needs}
+        return Senders(manifest, {**ranks, directory.name: manifest.ranks}, held, directory, self._server, self._token)
