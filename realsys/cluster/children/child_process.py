@@ -412,7 +412,7 @@ class GuardedProcess:
 
 
 class LogBound:
-    """Bound on what is passed on of an output: ``limit`` characters in each window of ``window_s``."""
+    """Bound on the output that is passed on: ``limit`` characters in each window of ``window_s``."""
 
     def __init__(self, limit: int, window_s: float) -> None:
         self.left_out = 0  # lines, in this window

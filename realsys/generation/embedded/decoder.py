@@ -50,7 +50,7 @@ class Decoder:
         self.cache = cache
         device = weights.embedding.device
         self._dtype = weights.embedding.dtype
-        # oneDNN copies what is no whole tensor, in bf16, and copies the view of the keys faster than its transpose.
+        # In bf16 oneDNN copies a view before it multiplies, and copies the keys faster than their transpose.
         self._keys_first = device.type == "cpu" and self._dtype == torch.bfloat16
         self._scale = 1.0 / math.sqrt(arch.head_dim)
         self._norm_eps = torch.tensor(math.sqrt(arch.hidden * arch.norm_eps), dtype=self._dtype, device=device)

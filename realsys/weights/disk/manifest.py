@@ -81,7 +81,7 @@ class TensorInfo(msgspec.Struct, omit_defaults=True):
     shape: list[int]
     checksum: str  # xxh3-64 of the tensor's bytes, hex
     pieces: list[StoredPiece]
-    digest: str = ""  # of its bytes on any device (``group``)
+    digest: str = ""  # checksum that any device can compute (``group``)
 
 
 class StoredPiece(msgspec.Struct, omit_defaults=True):

@@ -1,4 +1,4 @@
-"""What the trainer and the interpreters of the engines both import: these have no realsys, only this folder."""
+"""Modules for the trainer and for the interpreters of the engines, which have this folder and no realsys."""
 
 from pathlib import Path
 

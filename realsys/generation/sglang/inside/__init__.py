@@ -1,1 +1,1 @@
-"""What SGLang's own interpreter imports from this folder, which is on its path."""
+"""Modules for SGLang's own interpreter, which has this folder on its path."""
