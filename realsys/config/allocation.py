@@ -3,6 +3,11 @@
     serve.d4p1m1+d2p2m1                       4 servers; the actor on 4 workers
     serve.d2+actor.d2p2,critic.d1m2           `,` shares workers: the critic has the first 2 of the actor's 4
     serve.d2+actor.d2+critic.m2,ref.m2        `+` separates workers: actor on 0-1, critic and ref both on 2-3
+    serve.d2|d2p2                             2 servers and 4 workers use the same devices in turn
+    serve.d2+serve.d1|d2                      2 servers of their own, and one on a device of the actor
+
+`|` and `,` mean the same: what they join shares devices. A server that shares is lent its devices while no worker
+computes (``realsys.manager.routing.lending``).
 
 d is data, p pipeline, m tensor parallelism. A layout without a role belongs to the actor. The order of the parts does
 not matter. A role that the algorithm needs and the expression does not name shares the actor's workers and layout.
@@ -53,17 +58,25 @@ class Placement:
 class Allocation:
     """Layouts of servers and model roles. ``inference.data`` is the number of GenerationServers.
 
-    roles    the roles that the expression names, including the actor
-    workers  number of ModelWorkers
+    roles      the roles that the expression names, including the actor
+    workers    number of ModelWorkers
+    lent       number of servers that use devices of workers in turn with them; they have the last indexes
+    lent_from  index of the worker on whose device the first of them is; the others follow
     """
 
     inference: ParallelLayout
     roles: dict[str, Placement]
     workers: int
+    lent: int = 0
+    lent_from: int = 0
 
     @property
     def actor(self) -> ParallelLayout:
         return self.roles[ACTOR].layout
+
+    def is_lent(self, server: int) -> bool:
+        """Return True if the server of this index uses devices of workers in turn with them."""
+        return server >= self.inference.data - self.lent
 
     def placement(self, role: str) -> Placement:
         """Return the placement of ``role``: the actor's if the expression does not name the role."""
@@ -80,15 +93,16 @@ class Allocation:
 
 def parse_allocation(text: str) -> Allocation:
     """Parse the whole expression. Raises ConfigError naming the part that cannot be read."""
-    inference: list[str] = []
+    own: list[ParallelLayout] = []
+    lent: list[tuple[ParallelLayout, int]] = []
     roles: dict[str, Placement] = {}
     workers = 0
     for block in text.split("+"):
-        widest = 0
-        for part in block.split(","):
+        widest, serving = 0, []
+        for part in re.split("[,|]", block):
             name, dot, layout = part.rpartition(".")
             if name in _INFERENCE:
-                inference.append(layout)
+                serving.append(_parse_layout(layout, text))
                 continue
             role = name if dot else ACTOR
             if not re.fullmatch(r"[A-Za-z]\w*", role):
@@ -97,16 +111,28 @@ def parse_allocation(text: str) -> Allocation:
                 raise ConfigError("allocation", text, f"role '{role}' is given twice")
             roles[role] = Placement(_parse_layout(layout, text), workers)
             widest = max(widest, roles[role].layout.world_size)
+        if widest:
+            lent += [(layout, workers) for layout in serving]
+        else:
+            own += serving
+        if serving and 0 < widest < serving[0].world_size:
+            problem = f"has servers on {serving[0].world_size} devices of workers, and '{block}' has {widest} of them"
+            raise ConfigError("allocation", text, problem)
         workers += widest
-    if len(inference) != 1:
-        problem = f"must have exactly one inference part ({SERVE}.), joined by '+': write e.g. {SERVE}.d1+d2"
+    parts = own + [layout for layout, _ in lent]
+    if not parts or len(own) > 1 or len(lent) > 1:
+        example = f"{SERVE}.d1+d2 or {SERVE}.d1|d2"
+        problem = f"must have exactly one inference part ({SERVE}.), joined by '+' or '|', or one of each: write {example}"
         raise ConfigError("allocation", text, problem)
     if ACTOR not in roles:
         raise ConfigError("allocation", text, "the actor has no part; write e.g. serve.d1+d2p2m1")
-    parsed = _parse_layout(inference[0], text)
-    if parsed.pipeline != 1:
+    first = parts[0]
+    if any(layout.tensor != first.tensor for layout in parts):
+        raise ConfigError("allocation", text, "its servers must have the same m: any of them continues any completion")
+    if any(layout.pipeline != 1 for layout in parts):
         raise ConfigError("allocation", text, "the inference part must have p1: servers do not pipeline")
-    return Allocation(parsed, roles, workers)
+    servers = ParallelLayout(sum(layout.data for layout in parts), 1, first.tensor)
+    return Allocation(servers, roles, workers, sum(layout.data for layout, _ in lent), sum(first for _, first in lent))
 
 
 def _parse_layout(text: str, whole: str) -> ParallelLayout:
@@ -129,9 +155,11 @@ def _parse_layout(text: str, whole: str) -> ParallelLayout:
     return ParallelLayout(sizes.get("d", 1), sizes.get("p", 1), sizes.get("m", 1))
 
 
-def allocation_text(inference: ParallelLayout, actor: ParallelLayout) -> str:
-    """Return an allocation expression, without the axes of size 1."""
-    return f"serve.{_axes(inference)}+{_axes(actor)}"
+def allocation_text(inference: ParallelLayout, actor: ParallelLayout, lent: int = 0) -> str:
+    """Return an allocation expression, without the axes of size 1. ``lent``: servers that share the actor's devices."""
+    own = ParallelLayout(inference.data - lent, 1, inference.tensor)
+    shared = f"serve.{_axes(ParallelLayout(lent, 1, inference.tensor))}|" if lent else ""
+    return (f"serve.{_axes(own)}+" if own.data else "") + shared + _axes(actor)
 
 
 def _axes(layout: ParallelLayout) -> str:

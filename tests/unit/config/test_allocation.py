@@ -12,6 +12,8 @@ PLACEMENTS = [
     ("d2+serve.d4", 2, {"actor": (0, 1), "critic": (0, 1)}),
     ("sglang.d2+actor.d2p2,critic.m2", 4, {"actor": (0, 1, 2, 3), "critic": (0, 1), "ref": (0, 1, 2, 3)}),
     ("sglang.d2+actor.d2+critic.d1m2,ref.d1", 4, {"actor": (0, 1), "critic": (2, 3), "ref": (2,)}),
+    ("serve.d2|actor.d2p2|critic.m2", 4, {"actor": (0, 1, 2, 3), "critic": (0, 1)}),
+    ("ref.d1+serve.d2+serve.d1|d2", 3, {"actor": (1, 2), "ref": (0,)}),
     ("sglang.d1+critic.d1+actor.d1p2+reward.d1", 4, {"critic": (0,), "actor": (1, 2), "reward": (3,), "ref": (1, 2)}),
 ]
 
@@ -21,6 +23,21 @@ def test_roles_sit_where_the_expression_says(text, workers, roles):
     allocation = parse_allocation(text)
     assert allocation.workers == workers
     assert {role: mesh.workers for role, mesh in place(allocation, roles).items()} == roles
+
+
+@pytest.mark.parametrize(
+    ("text", "servers", "lent", "first"),
+    [
+        ("serve.d2+d2", 2, 0, 0),
+        ("serve.d2|d2p2", 2, 2, 0),
+        ("d2|serve.d1", 1, 1, 0),
+        ("ref.d1+serve.d2+serve.d1m1|d2", 3, 1, 1),
+    ],
+)
+def test_servers_that_share_devices_come_last(text, servers, lent, first):
+    allocation = parse_allocation(text)
+    assert (allocation.inference.data, allocation.lent, allocation.lent_from) == (servers, lent, first)
+    assert [allocation.is_lent(server) for server in range(servers)] == [False] * (servers - lent) + [True] * lent
 
 
 @pytest.mark.parametrize("name", ["embedded", "sglang"])
@@ -54,6 +71,9 @@ def test_comma_shares_workers_between_layouts():
         ("sglang.d1+2x.d1", "cannot read the role"),
         ("sglang.p2+d1", "must have p1"),
         ("", "cannot read"),
+        ("serve.d1|d1+serve.d1,ref.d1", "exactly one inference part"),
+        ("serve.d1m2+serve.d1|d1", "the same m"),
+        ("serve.d1m2|d1", "has servers on 2 devices of workers, and 'serve.d1m2|d1' has 1"),
     ],
 )
 def test_what_cannot_be_read_is_named(text, problem):
