@@ -12,6 +12,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Literal
 
+from realsys.config.allocation import AUTO
 from realsys.config.compose import compose, given_fields, quoted, validate, with_overrides
 from realsys.config.evaluation_sets import EvaluationSet, evaluation_sets
 from realsys.config.paths import TrialPaths, read_config
@@ -22,7 +23,6 @@ from realsys.config.schema_train import CheckpointConfig, RecordConfig, TrainCon
 from realsys.config.trial_sizes import longest_sequence
 from realsys.errors import CheckpointError, ConfigError, WeightsError
 from realsys.launch.commands.options import EVALUATIONS, RUNS
-from realsys.launch.fit import AUTO
 from realsys.train.checkpoint.checkpoint_files import checkpoint_incarnation, complete_checkpoints
 from realsys.weights.disk.manifest import complete_versions, load_manifest
 from realsys.weights.disk.plain_folders import materialise
@@ -68,7 +68,7 @@ def evaluation_config(target: Target, choices: Choices, now: datetime) -> tuple[
         given = {*type(config).model_fields}
     fileroot = config.fileroot if target.trial is None or "fileroot" in overridden else str(target.trial.root)
     allocation = config.allocation if "allocation" in overridden else AUTO
-    if allocation != AUTO and "+" not in allocation:
+    if allocation != AUTO and not {"+", "|"} & set(allocation):
         allocation += "+d1"  # the actor's part, which no process takes
     tokens = max(TrainConfig().microbatch_tokens, longest_sequence(config))
     update = {

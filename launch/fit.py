@@ -30,7 +30,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from realsys.config.allocation import parse_allocation
+from realsys.config.allocation import AUTO, parse_allocation
 from realsys.config.backend_rules import backend_rules, sizes_of
 from realsys.config.dataflow import dataflow_of
 from realsys.config.device_memory import GIB
@@ -55,7 +55,6 @@ from realsys.config.trial_sizes import lengths_that_fit, longest_sequence
 from realsys.launch.launchers.contract import launcher_settings
 from realsys.model_files.config_json import read_model
 
-AUTO = "auto"
 _BACKEND, _GPU_BACKEND = "generation.backend", "sglang"
 _PROMPT, _ANSWER = "data.max_prompt_tokens", "generation.sampling.max_new_tokens"
 _EVALUATION = "evaluation.problems"

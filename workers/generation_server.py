@@ -19,8 +19,10 @@ def serve(ctx: WorkerContext) -> None:
         bind_to_gpus()
     # Imported here: torch takes seconds, and wrong arguments should not.
     from realsys.cluster.http_server import HttpServer
+    from realsys.config.allocation import lent_servers
     from realsys.errors import GenerationError
     from realsys.generation.backend import EngineParts, make_backend, own_span
+    from realsys.generation.lent import LentEngine
     from realsys.generation.server import Changes, StopServing, build_app, keep_registered, stop_serving
     from realsys.generation.weight_folder import FolderWriter
     from realsys.weights.contract import ReaderParts, build_transport
@@ -46,7 +48,8 @@ def serve(ctx: WorkerContext) -> None:
         on_stop=ctx.on_stop,
         span=span,
     )
-    engine = make_backend(config).build(parts)
+    build = make_backend(config).build
+    engine = LentEngine(build, parts) if ctx.name in lent_servers(config) else build(parts)
     ctx.on_stop(lambda: changes.put(StopServing()))
     try:
         engine.start()

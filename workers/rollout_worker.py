@@ -31,15 +31,18 @@ async def serve(ctx: WorkerContext) -> None:
     model = ctx.paths.base_model(config)
     tokenizer = TextTokenizer(model)
     prompts = PromptDataset(config, ctx.paths, tokenizer)
+    allocation = parse_allocation(config.allocation)
+    # Time for a server to restart and to load its weights.
+    start_s = backend_rules(config).start_timeout_s() + config.manager.update_timeout_s
+    training_s = cluster.request_timeout_s if allocation.lent else 0.0  # in which lent servers sleep
     manager = ManagerClient(
         lambda: ctx.store.wait(names.gserver_manager, cluster.start_timeout_s, "the address of the gserver_manager"),
         ctx.token,
         retry_timeout_s=cluster.connect_timeout_s,
-        # Time for a server to restart and to load its weights.
-        no_server_retry_timeout_s=backend_rules(config).start_timeout_s() + config.manager.update_timeout_s,
+        no_server_retry_timeout_s=training_s + start_s,
         check_alive=ctx.check_alive,
     )
-    heads = parse_allocation(config.allocation).actor.data
+    heads = allocation.actor.data
     pusher = Pusher(
         lambda dp: ctx.store.wait(names.pull(dp), cluster.start_timeout_s, f"the push-pull address of DP head {dp}"),
         receivers_of(ctx.index, config.rollout.workers, heads),

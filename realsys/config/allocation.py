@@ -20,11 +20,16 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from realsys.config.doors import BACKEND
 from realsys.errors import ConfigError
 
+if TYPE_CHECKING:
+    from realsys.config.schema import Config
+
 ACTOR = "actor"
+AUTO = "auto"  # until the launcher has chosen
 _AXES = re.compile(r"([dpm])(\d+)")
 SERVE = "serve"
 _INFERENCE = frozenset({SERVE, *BACKEND.builtin})
@@ -122,7 +127,9 @@ def parse_allocation(text: str) -> Allocation:
     parts = own + [layout for layout, _ in lent]
     if not parts or len(own) > 1 or len(lent) > 1:
         example = f"{SERVE}.d1+d2 or {SERVE}.d1|d2"
-        problem = f"must have exactly one inference part ({SERVE}.), joined by '+' or '|', or one of each: write {example}"
+        problem = (
+            f"must have exactly one inference part ({SERVE}.), joined by '+' or '|', or one of each: write {example}"
+        )
         raise ConfigError("allocation", text, problem)
     if ACTOR not in roles:
         raise ConfigError("allocation", text, "the actor has no part; write e.g. serve.d1+d2p2m1")
@@ -153,6 +160,14 @@ def _parse_layout(text: str, whole: str) -> ParallelLayout:
             "allocation", whole, f"cannot read '{text[position:] or text}'; write e.g. serve.d4p1m1+d2p2m1"
         )
     return ParallelLayout(sizes.get("d", 1), sizes.get("p", 1), sizes.get("m", 1))
+
+
+def lent_servers(config: Config) -> frozenset[str]:
+    """Return the names of the servers that use devices of workers in turn with them. Raises ConfigError."""
+    if config.evaluate_only or config.allocation == AUTO:
+        return frozenset()
+    allocation = parse_allocation(config.allocation)
+    return frozenset(f"generation_server/{n}" for n in range(allocation.inference.data) if allocation.is_lent(n))
 
 
 def allocation_text(inference: ParallelLayout, actor: ParallelLayout, lent: int = 0) -> str:

@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from realsys.config.allocation import ACTOR
+from realsys.config.allocation import ACTOR, lent_servers
 from realsys.config.doors import AGENT, ALGORITHM, CALL_HANDLER, HOOK
 from realsys.config.fields import Offload
 from realsys.config.paths import TrialPaths
@@ -182,11 +182,16 @@ def _with_temperatures(flow: Dataflow, config: Config) -> Dataflow:
 
 
 def with_offload(flow: Dataflow, config: Config) -> Dataflow:
-    """Return the graph with hooks that load and offload the roles with ``offload`` around each of their calls."""
+    """Return the graph with hooks that load and offload the roles with ``offload`` around each of their calls.
+
+    With lent servers the calls of all roles load them; the master asks for the rest at the end of its turn.
+    """
     calls = []
     for call in flow.calls:
         if role_settings(config, call.role).offload != "none":
-            call = replace(call, pre_hooks=("onload", *call.pre_hooks), post_hooks=(*call.post_hooks, "offload"))
+            call = replace(call, pre_hooks=("onload", *call.pre_hooks))
+        if _own_offload(config, call.role) != "none":
+            call = replace(call, post_hooks=(*call.post_hooks, "offload"))
         calls.append(call)
     return Dataflow(calls, flow.source_keys)
 
@@ -247,14 +252,23 @@ class RoleSettings:
 def role_settings(config: Config, role: str) -> RoleSettings:
     """Return the settings of ``role``. Raises ConfigError for a role that is not configured."""
     train, path = config.train, config.model.path
+    # Ranks that leave their devices to servers leave nothing there.
+    offload = "all" if lent_servers(config) else _own_offload(config, role)
     if role == ACTOR:
-        return RoleSettings(ACTOR, path, "lm", train.offload, train.optimizer, train.lora)
+        return RoleSettings(ACTOR, path, "lm", offload, train.optimizer, train.lora)
     if role not in config.roles:
         problem = f"is called by the dataflow but not configured; add {role_field(role)}.head=lm|value"
         raise ConfigError("roles", role, problem)
     own = config.roles[role]
     optimizer = OptimizerConfig.model_validate({**train.optimizer.model_dump(), **own.optimizer})
-    return RoleSettings(role, own.path or path, own.head, own.offload, optimizer, as_actor=not own.path)
+    return RoleSettings(role, own.path or path, own.head, offload, optimizer, as_actor=not own.path)
+
+
+def _own_offload(config: Config, role: str) -> Offload:
+    """Return what the role moves to the host between two of its calls. It stays where it is until it is configured."""
+    if role == ACTOR:
+        return config.train.offload
+    return config.roles[role].offload if role in config.roles else "none"
 
 
 def role_field(role: str) -> str:

@@ -61,7 +61,7 @@ class ManagerClient:
     allocate, touch, finish              of tickets and attempts
     schedule                             waits for a routable server; raises RolloutSuperseded when the attempt is
                                          over, GenerationError when no server becomes routable
-    claim, trained, roll_back, evaluate  raise Fenced for an older trainer, StreamError for a contradiction
+    claim, trained, devices, roll_back, evaluate  raise Fenced for an older trainer, StreamError for a contradiction
     cancel_evaluation                    of a user's evaluation
     evaluation, data_position, status    read only
     """
@@ -72,6 +72,7 @@ class ManagerClient:
     finish = _Method(operations.FINISH)
     claim = _Method(operations.CLAIM)
     trained = _Method(operations.TRAINED)
+    devices = _Method(operations.DEVICES)
     roll_back = _Method(operations.ROLL_BACK)
     evaluate = _Method(operations.EVALUATE)
     cancel_evaluation = _Method(operations.CANCEL_EVALUATION)

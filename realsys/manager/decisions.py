@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
+from realsys.config.allocation import lent_servers
 from realsys.config.schema import Config
 from realsys.config.schema_data import CurriculumConfig
 from realsys.manager import messages as m
@@ -37,6 +38,7 @@ from realsys.manager.ledger.staleness import StalenessBound, StepStaleness
 from realsys.manager.ledger.tickets import OpenTicket, Repeats
 from realsys.manager.messages import MAX_REISSUES, BadCall, NoServer, NotRunning, OlderTrainer, RefusalReason
 from realsys.manager.routing.health import BlameRules
+from realsys.manager.routing.lending import Progress, Shift
 from realsys.manager.routing.pinned_servers import HOLD_S, HoldRules, Holds
 from realsys.manager.routing.placement import Demand, Exactly, Reservations, Router, make_strategy
 from realsys.manager.routing.rollout_workers import (
@@ -91,6 +93,7 @@ class ManagerSettings:
     max_reissues: int = MAX_REISSUES  # reissues that a ticket may have because its group was too old
     curriculum: Curriculum | None = None
     holds: HoldRules = field(default_factory=HoldRules)
+    lent: frozenset[str] = frozenset()  # servers that use devices of ranks in turn with them
 
     @classmethod
     def of(cls, config: Config, split_sizes: dict[str, int]) -> ManagerSettings:
@@ -118,6 +121,7 @@ class ManagerSettings:
             fan_out=FanOut(config.weights.storage_readers),
             # A trainer that waits for a batch gives up after request_timeout_s.
             holds=HoldRules(seconds=min(HOLD_S, config.cluster.request_timeout_s / 2)),
+            lent=lent_servers(config),
         )
 
 
@@ -136,7 +140,7 @@ class ManagerState:
         order = PromptOrder(settings.seed, settings.split_sizes["train"], settings.total_epochs)
         self.ledger = Ledger(order, settings.max_attempts, settings.curriculum)
         self.evaluations = Evaluations(settings.max_attempts)
-        self.servers = ServerRegistry(self.bound, settings.pace, settings.blame, settings.fan_out)
+        self.servers = ServerRegistry(self.bound, settings.pace, settings.blame, settings.fan_out, settings.lent)
         self.reservations = Reservations()
         strategy = make_strategy(settings.routing)
         self.router = Router(self.servers, self.reservations, strategy, settings.kv_reuse_versions)
@@ -309,6 +313,8 @@ class ManagerState:
     def expire(self, now: float) -> list[str]:
         """Reissue running tickets without news for ``lease_s``, and those of workers that never had a heartbeat."""
         self.refresh_holds(now)
+        if self.servers.lending.turn == "servers":
+            self._fill()
         unseen = {worker for worker, since in self.unseen.items() if now - since > UNSEEN_GRACE_S}
         for worker in unseen:
             del self.unseen[worker]
@@ -334,10 +340,21 @@ class ManagerState:
             if ticket_id.startswith("eval-") and ticket_id not in self.evaluations.running:
                 self.reservations.release(ticket_id)
 
-    def next_order(self, name: str, incarnation: str, now: float) -> UpdateOrder | Idle | None:
+    def next_order(self, name: str, incarnation: str, now: float) -> UpdateOrder | Shift | Idle | None:
         """Return the next step of a server's update task; None ends the task. A running evaluation may delay it."""
         self.refresh_holds(now)
-        return self.servers.next_order(name, incarnation, now)
+        order = self.servers.next_order(name, incarnation, now)
+        if isinstance(order, Shift) and order.sleeps and self._evaluates_on(name):
+            return Idle(now + 1.0)  # its end changes no server
+        return order
+
+    def _evaluates_on(self, server: str) -> bool:
+        """Return True while a completion of an evaluation runs on the server: it would continue with other weights."""
+        tickets = [
+            problem.ticket_id for each in self.evaluations.unfinished() for problem in self.evaluations.running_of(each)
+        ]
+        places = (self.reservations.get(ticket, call) for ticket in tickets for call in self.reservations.calls(ticket))
+        return any(place is not None and place.server == server for place in places)
 
     def take_due(self) -> set[str]:
         """Return the servers whose tasks have something to decide, once."""
@@ -535,6 +552,48 @@ class ManagerState:
             filtered=self.ledger.counts.filtered(),
             memory=memory_sums(self.memory()),
         )
+
+    def move_devices(self, request: m.DevicesRequest, now: float) -> m.DevicesReply:
+        """Let the servers have the devices that they share with the trainer, or take them away (``one-at-a-time``).
+
+        An evaluation that no other server can serve ends first. Raises what ``_require_current`` raises.
+        """
+        self._require_current(request.incarnation)
+        lending = self.servers.lending
+        if request.turn == "servers":
+            lending.give_back(now, self.throughput.groups.total)
+            self.servers.turn_changed()
+            return m.DevicesReply(True, lending.reason)
+        if lending.turn != "trainer":
+            takes, reason = self._takes(request, now)
+            if not takes:
+                lending.reason = reason
+                return m.DevicesReply(False, reason)
+            lending.take(now, reason)
+            self.servers.turn_changed()
+        if awake := self.servers.awake():
+            return m.DevicesReply(False, f"{', '.join(awake[:20])} must fall asleep")
+        lending.asleep(now)
+        return m.DevicesReply(True, lending.reason)
+
+    def _takes(self, request: m.DevicesRequest, now: float) -> tuple[bool, str]:
+        """Return whether the trainer may have the devices now, and why."""
+        lending = self.servers.lending
+        if lending.turn == "unknown" or not request.batch:
+            return True, "the trainer starts"
+        if len(lending.lent) == len(self.servers.all()):
+            unfinished = [evaluation.started.eval_id for evaluation in self.evaluations.unfinished()]
+            if unfinished:
+                return False, f"evaluation {unfinished[0]} runs, and no other server can sample it"
+        counts, batch = self.ledger.counts.open, self.settings.batch_groups
+        missing = batch - counts["finished"] % batch
+        rate = (self.throughput.groups.total - lending.groups) / max(1e-3, now - lending.began)
+        return lending.decide(Progress(missing, counts["running"], rate, self._fill()))
+
+    def _fill(self) -> float:
+        """Return how full the lent servers are, as a share of the most in this turn."""
+        lending = self.servers.lending
+        return lending.fill(sum(self.reservations.load(name)[0] for name in lending.lent))
 
     def roll_back(self, request: m.RollBackRequest, now: float) -> m.RollBackReply:
         """Start a trainer from ``request.version``: reissue every ticket that is not in the weights of that version.

@@ -221,6 +221,27 @@ class ClaimReply(msgspec.Struct):
     gone: list[str]
 
 
+class DevicesRequest(msgspec.Struct):
+    """POST /devices, idempotent: whether servers or trainer may use the devices that they share.
+
+    The trainer may compute when the reply says ``done``; until then it repeats the call, which is held up to
+    ``wait_s`` (at most MAX_WAIT_S). ``batch``: a batch is ready; False: the trainer needs the devices all the same,
+    to load its models.
+    """
+
+    incarnation: TrainerIncarnation
+    turn: Literal["trainer", "servers"]
+    batch: bool = True
+    wait_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+
+
+class DevicesReply(msgspec.Struct):
+    """``reason``: why the turn has changed, or what it waits for."""
+
+    done: bool
+    reason: str = ""
+
+
 class TrainedRequest(msgspec.Struct):
     """POST /trained, idempotent.
 

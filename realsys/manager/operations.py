@@ -129,6 +129,16 @@ ROLL_BACK = Operation(
         f"trainer {request.incarnation} starts from version {request.version}: {reply.reissued} tickets reissued"
     ),
 )
+DEVICES = Operation(
+    path="/devices",
+    request=m.DevicesRequest,
+    reply=m.DevicesReply,
+    decide=lambda state, request, now: state.move_devices(request, now),
+    settled=lambda reply: reply.done,
+    held_s=lambda request: min(request.wait_s, m.MAX_WAIT_S),
+    trainer=True,
+    refresh=True,
+)
 EVALUATE = Operation(
     path="/evaluate",
     request=m.EvaluateRequest,
@@ -172,7 +182,7 @@ STATUS = Operation(
     decide=lambda state, _, now: status(state, now, state.started),
 )
 _OF_WORKERS = (ALLOCATE, SCHEDULE, TOUCH, FINISH)
-_OF_TRAINER = (ROLL_BACK, CLAIM, TRAINED, EVALUATE)
+_OF_TRAINER = (ROLL_BACK, CLAIM, TRAINED, DEVICES, EVALUATE)
 _OF_USERS = (CANCEL_EVALUATION,)
 _READS = (EVALUATION, DATA_POSITION, VERSION, HEALTH, STATUS)
 OPERATIONS: tuple[Operation[Any, Any], ...] = (*_OF_WORKERS, *_OF_TRAINER, *_OF_USERS, *_READS)
@@ -195,6 +205,7 @@ def status(state: ManagerState, now: float, started: float) -> dict[str, Any]:
         "master": state.master,
         "admission": admission(state),
         "servers": servers(state, now),
+        "devices": {"turn": state.servers.lending.turn, "reason": state.servers.lending.reason},
         "rollout": weight_updates(state),
         "workers": workers(state, now),
         "blame": {"suspects": state.servers.reports.suspects(now), "ignored": state.servers.reports.ignored},

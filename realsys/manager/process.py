@@ -32,6 +32,7 @@ from realsys.manager.decisions import ManagerSettings, ManagerState
 from realsys.manager.ledger.journal import Journal
 from realsys.manager.operations import status
 from realsys.manager.routes import NO_PAGES, ManagerApp, Pages
+from realsys.manager.routing.lending import Shift
 from realsys.manager.routing.placement import LOAD_PERIOD_S
 from realsys.manager.routing.servers import Idle, Probe, Server, UpdateOrder
 from realsys.observe.spans import span
@@ -332,6 +333,9 @@ class WeightUpdates:
                 self._service.settle(None)  # an evaluation keeps servers now, or has lost its version
             if isinstance(order, Idle):
                 await wait_for(changed, None if order.until is None else max(0.0, order.until - clock()))
+            elif isinstance(order, Shift):
+                await self._shift(order)
+                self._service.settle(None)
             elif not state.begin_update(order, clock()):
                 await wait_for(changed, None)  # draining: the end of every call fires the signal
             else:
@@ -339,6 +343,19 @@ class WeightUpdates:
                 with span("update", f"version/{order.target.version}", server=order.server):
                     await self._update(order)
                 self._service.settle(None)
+
+    async def _shift(self, order: Shift) -> None:
+        """Make a lent server fall asleep or wake."""
+        servers, what = self._service.state.servers, "sleep" if order.sleeps else "wake"
+        call = self._client.sleep if order.sleeps else self._client.wake
+        try:
+            with span(what, server=order.server):
+                await call(order.url)
+        except GenerationError as error:
+            servers.unshifted(order, str(error), self._service.clock())
+            log.warning("%s: %s failed: %s", order.server, what, error)
+        else:
+            servers.shifted(order, self._service.clock())
 
     async def _watch(self, name: str, incarnation: str) -> None:
         """Probe the server whenever it is suspected or quarantined."""

@@ -6,6 +6,13 @@ from typing import Any
 
 import msgspec
 
+# ---- devices
+
+
+class LeaveDeviceRequest(msgspec.Struct):
+    """Release the device's memory: servers use it until the next call, which brings the role of that call back."""
+
+
 # ---- weights of a role
 
 

@@ -33,9 +33,10 @@ from typing import Any, Literal
 
 from realsys.manager.ledger.staleness import StalenessBound
 from realsys.manager.routing.health import BlameRules, Health, Reports, backoff_s
+from realsys.manager.routing.lending import Lending, Shift
 from realsys.types import PublishedVersion, ServerAddress
 
-State = Literal["registered", "draining", "updating", "ready", "suspected", "quarantined"]
+State = Literal["registered", "draining", "updating", "ready", "suspected", "quarantined", "asleep"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +66,7 @@ class Server:
     update_s: float = 0.0  # seconds of the last update
     timings: dict[str, float] = field(default_factory=dict)
     load: dict[str, float] = field(default_factory=dict)  # reported by the server; empty before its first report
+    asleep: bool | None = None  # of a lent server; None: not known
     health: Health = field(init=False)
 
     def __post_init__(self) -> None:
@@ -82,6 +84,8 @@ class Server:
     def state(self) -> State:
         if self.health.state != "healthy":
             return self.health.state
+        if self.asleep:
+            return "asleep"
         if self.draining:
             return "draining"
         if self.target is not None:
@@ -150,9 +154,15 @@ class ServerRegistry:
     """All registered servers. Reports about a lost or restarted server are ignored."""
 
     def __init__(
-        self, bound: StalenessBound, pace: Pace, blame: BlameRules | None = None, fan_out: FanOut | None = None
+        self,
+        bound: StalenessBound,
+        pace: Pace,
+        blame: BlameRules | None = None,
+        fan_out: FanOut | None = None,
+        lent: frozenset[str] = frozenset(),
     ) -> None:
         self._bound = bound
+        self.lending = Lending(lent)
         self.reports = Reports(blame or BlameRules())
         self._servers: dict[str, Server] = {}  # sorted by name
         self.published: PublishedVersion | None = None
@@ -213,10 +223,18 @@ class ServerRegistry:
         return f"no routable server at version {version}, max_staleness {self._bound.eta}: {rows}"
 
     def current(self, server: Server) -> PublishedVersion | None:
-        """Return the verified version of the current trainer that the server serves; None in quarantine."""
-        if server.verified is None or server.quarantined or self.published is None:
+        """Return the verified version of the current trainer that the server serves; None in quarantine or asleep."""
+        if server.verified is None or server.quarantined or self.published is None or self.rests(server):
             return None
         return server.verified if server.verified.incarnation == self.published.incarnation else None
+
+    def rests(self, server: Server) -> bool:
+        """Return True if the server shares devices that the trainer has, or if it is not known to be awake."""
+        return server.name in self.lending.lent and (self.lending.turn != "servers" or server.asleep is not False)
+
+    def awake(self) -> list[str]:
+        """Return the lent servers that are not known to sleep."""
+        return [s.name for s in self._servers.values() if s.name in self.lending.lent and s.asleep is not True]
 
     def trusts(self, server: Server) -> bool:
         """Return True if train tokens may be sampled on this server: verified, not in quarantine, fresh enough."""
@@ -296,11 +314,13 @@ class ServerRegistry:
 
     # -- updates -----------------------------------------------------------------------------------------------------
 
-    def next_order(self, name: str, incarnation: str, now: float) -> UpdateOrder | Idle | None:
+    def next_order(self, name: str, incarnation: str, now: float) -> UpdateOrder | Shift | Idle | None:
         """Return the next step of the update task of this incarnation; None ends the task."""
         server = self.incarnation(name, incarnation)
         if server is None:
             return None
+        if (shift := self._shift(server, now)) is not None:
+            return shift
         if self.published is None or server.verified == self.published or server.quarantined:
             return Idle()
         if (until := max(server.retry_at, self._held_until(server))) > now:
@@ -313,6 +333,44 @@ class ServerRegistry:
             return Idle(sources)
         probe, kept = server.verified is None, tuple(self.kept) if server.verified is None else ()
         return UpdateOrder(name, incarnation, server.address.url, self.published, probe, sources, kept)
+
+    def _shift(self, server: Server, now: float) -> Shift | Idle | None:
+        """Return the order that a lent server needs for the turn that it is; None if it may update."""
+        if server.name not in self.lending.lent:
+            return None
+        turn = self.lending.turn
+        sleeps = turn == "trainer"
+        if turn == "unknown" or server.quarantined or server.asleep is sleeps or (not sleeps and not self.published):
+            return None if server.asleep is False and turn == "servers" else Idle()
+        if server.retry_at > now:
+            return Idle(server.retry_at)
+        return Shift(server.name, server.address.incarnation, server.address.url, sleeps)
+
+    def shifted(self, order: Shift, now: float) -> None:
+        """Record that a lent server has fallen asleep or has woken."""
+        if server := self.incarnation(order.server, order.incarnation):
+            server.asleep = order.sleeps
+            server.verified, server.failures, server.error = None, 0, ""
+            server.began = None if order.sleeps else now
+            if not order.sleeps:
+                self.lending.awake(now)
+            self._changed(server)
+
+    def unshifted(self, order: Shift, error: str, now: float) -> None:
+        """Record that a lent server did not follow an order. It gets the order again after a while."""
+        if server := self.incarnation(order.server, order.incarnation):
+            server.asleep, server.verified, server.error = None, None, error[:500]
+            server.retry_at = now + backoff_s(server.failures)
+            server.failures += 1
+            server.health.apply("update_failed", now)
+            self._changed(server)
+
+    def turn_changed(self) -> None:
+        """Let all servers decide again: devices have changed hands."""
+        self._all_due()
+        for server in self._servers.values():
+            server.retry_at = 0.0
+        self._wake()
 
     def _held_until(self, server: Server) -> float:
         """Return until when the server keeps its version for an evaluation; 0 if it does not."""
@@ -373,6 +431,8 @@ class ServerRegistry:
             self.updates.add(order.server, order.target.version, server.began or 0.0, seconds, timings)
             server.update_s, server.timings = seconds, dict(timings)
             server.updates += 1
+            if server.name in self.lending.lent and server.verified is None:
+                self.lending.woke(seconds)
         self._ended(server)
         began_before_roll_back = order.target.incarnation < self.trainer_incarnation
         server.verified = None if began_before_roll_back else order.target

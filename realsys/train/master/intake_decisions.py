@@ -218,6 +218,11 @@ class IntakeState:
 
     # -- batches -----------------------------------------------------------------------------------
 
+    @property
+    def has_batch(self) -> bool:
+        """True if the groups of another batch have arrived."""
+        return self.buffer.ready_groups >= self.settings.batch_groups
+
     def propose(self, version: int) -> list[str]:
         """Choose the groups to train on top of ``version``; return their tickets, sorted, or [] if there are too few.
 

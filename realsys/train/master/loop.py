@@ -41,6 +41,7 @@ from realsys.observe import spans
 from realsys.observe.signal import DriftWatch, SignalWatch
 from realsys.observe.spans import span
 from realsys.observe.step_log import USED_UP
+from realsys.train.master.devices import Devices
 from realsys.train.master.executor import CallResult
 from realsys.train.master.intake_decisions import IntakeState, TrainBatch
 from realsys.train.master.model_workers import ModelWorkers
@@ -122,6 +123,7 @@ class TrainLoopParts:
     checkpoints: Checkpointer
     step_log: StepLog
     show: Callable[[dict[str, Any]], Awaitable[None]]
+    devices: Devices
 
 
 class TrainLoop:
@@ -180,6 +182,7 @@ class TrainLoop:
             for record in await self._parts.evaluations.finished():
                 self._parts.step_log.append(record)
         await self._parts.publisher.finish()
+        await self._parts.devices.take(batch=False)
         await self._parts.checkpoints.finish(stopped=self._stop.is_set())
         if recorder := self._parts.runner.recorder:
             await recorder.finish()
@@ -200,6 +203,9 @@ class TrainLoop:
         used up: filters and failures may take so many that the planned steps cannot all be trained.
         """
         parts, watch, begin = self._parts, _Watch(), spans.now()
+        if parts.devices.shared and not parts.intake.state.has_batch:
+            await parts.publisher.finish()  # the servers wake with this version
+            await parts.devices.give_back()
         try:
             with span("wait", f"step/{step}"):
                 batch = await unless(self._stop, parts.intake.next_batch(step - 1))
@@ -211,6 +217,10 @@ class TrainLoop:
             return False
         seconds = {"wait": watch.lap()}
         failpoint("master.batch", at=step)
+        if not await unless(self._stop, parts.devices.take(f"step/{step}")):
+            return False
+        if parts.devices.shared:
+            seconds["switch"] = watch.lap()
         args = parts.arguments.of_step(step)
         results = await parts.stopping.run(step, parts.runner.run(step, batch.groups, args))
         if results is None:

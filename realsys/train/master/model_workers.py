@@ -28,6 +28,7 @@ from realsys.train.requests import (
     DigestWeightsRequest,
     FinishCheckpointRequest,
     HoldRequest,
+    LeaveDeviceRequest,
     LoadCheckpointRequest,
     LoadRecordRequest,
     RecordReply,
@@ -67,6 +68,9 @@ class ModelWorkers:
         for dp in range(mesh.layout.data):
             payloads |= dict.fromkeys(mesh.dp_members(dp), encode_message(payload.share(dp)))
         return self._stream.scatter(payloads, "mfc", MfcReply, timeout_s=self._timeout_s)
+
+    def leave_device(self) -> asyncio.Future[list[Empty]]:
+        return self._to_all("leave_device", LeaveDeviceRequest(), Empty)
 
     def copy_weights(self, payload: CopyWeightsRequest) -> asyncio.Future[list[Empty]]:
         return self._to_role(payload.role, "copy_weights", payload, Empty)

@@ -15,6 +15,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from realsys.algorithm import dataflows
 from realsys.algorithm.balance import CostFunction
@@ -35,6 +36,7 @@ from realsys.manager.messages import RollBackRequest
 from realsys.model_calls import InitializeRequest, SamplesArrived
 from realsys.observe.step_log import StepRecord, surviving_steps
 from realsys.train.master.checkpoints import Checkpoints, CheckpointSources
+from realsys.train.master.devices import Devices
 from realsys.train.master.executor import GraphExecutor
 from realsys.train.master.intake_decisions import IntakeSettings, IntakeState
 from realsys.train.master.loop import Intake, TrainLoop, TrainLoopParts, planned_steps
@@ -50,7 +52,7 @@ from realsys.train.master.recovery import (
     recovered_record,
     unanswered,
 )
-from realsys.train.master.request_evaluations import EvaluationRequests, ResultWriter, require_completions
+from realsys.train.master.request_evaluations import EvaluationRequests, Repair, ResultWriter, require_completions
 from realsys.train.master.step import CallArguments, StepRunner, Warmup, WarmupParts, cost_functions, plan_roles
 from realsys.train.master.step_statistics import RunStatus, StepLog
 from realsys.train.master.stopping import Stopping
@@ -77,7 +79,7 @@ class MasterRun:
         self._log = parts.connections.step_log
         config, stream = ctx.config, parts.connections.stream
         decisions = IntakeState(IntakeSettings.of(config), ctx.incarnation)
-        intake = Intake(decisions, parts.workers, parts.connections.manager, parts.publisher.repair)
+        intake = Intake(decisions, parts.workers, parts.connections.manager, parts.repair)
         stream.on_notice("samples_arrived", SamplesArrived, lambda notice: intake.on_samples(notice.samples))
         recorder = StepRecorder(config, ctx.paths, parts.meshes, parts.workers, ctx.incarnation, ctx.check_alive)
         stream.on_notice("recorded", Recorded, recorder.written)
@@ -96,6 +98,7 @@ class MasterRun:
                 checkpoints=parts.checkpoints,
                 step_log=parts.connections.step_log,
                 show=parts.status.show,
+                devices=parts.devices,
             ),
             hf_folder=ctx.paths.root / "hf",
             total_steps=parts.total_steps,
@@ -139,6 +142,7 @@ class MasterRun:
             if start.checkpoint or not self._ctx.config.warmup.steps
             else [role for role in self._parts.meshes if role_settings(self._ctx.config, role).as_actor]
         )
+        await parts.devices.take(batch=False)
         await self._status.enter("load")
         await self._initialize((role for role in parts.meshes if role not in followers), self._model_dir)
         done = await self._begin(start)
@@ -150,6 +154,7 @@ class MasterRun:
             await self._initialize(followers, lambda role: warmed_up)
         if not start.own and (start.checkpoint or self._ctx.config.warmup.steps):
             await parts.checkpoints.first(done)
+        await parts.devices.give_back()
         if not has_trained(self._records()):
             await self._evaluate("before", done)
         await self._status.enter("train")
@@ -225,6 +230,7 @@ class MasterRun:
 
     async def _conclude(self, steps: int) -> None:
         """Wait for the evaluations, evaluate once more after ``steps``, and export the model."""
+        await self._parts.devices.give_back()
         for record in await self._parts.evaluations.finish_all():
             self._log.append(record)
         await self._evaluate("after", steps)
@@ -278,6 +284,7 @@ class MasterParts:
     world_size   number of ModelWorkers
     meshes       role -> its mesh
     costs        role -> cost of one of its sequences
+    repair       repairs what keeps the servers from sampling, by the status of the manager
     """
 
     connections: Connections
@@ -293,6 +300,8 @@ class MasterParts:
     publisher: Publisher
     evaluations: EvaluationRequests
     checkpoints: Checkpoints
+    devices: Devices
+    repair: Repair
 
 
 def model_dir(config: Config, paths: TrialPaths, role: str) -> Path:
@@ -316,6 +325,18 @@ def build_parts(ctx: WorkerContext, connections: Connections) -> MasterParts:
     workers = ModelWorkers(stream, meshes, config.cluster.request_timeout_s)
     arguments = CallArguments(config, flow, total_steps)
     publisher = _build_publisher(ctx, workers)
+    devices = Devices(
+        connections.manager.devices,
+        workers.leave_device,
+        incarnation=ctx.incarnation,
+        timeout_s=config.cluster.request_timeout_s,
+        shared=bool(allocation.lent),
+    )
+
+    async def repair(status: Mapping[str, Any]) -> None:
+        await devices.repair(status)
+        await publisher.repair(status)
+
     return MasterParts(
         connections=connections,
         status=RunStatus(ctx, connections.step_log),
@@ -332,7 +353,7 @@ def build_parts(ctx: WorkerContext, connections: Connections) -> MasterParts:
             connections.manager,
             trainer_incarnation=ctx.incarnation,
             config=config,
-            repair=publisher.repair,
+            repair=repair,
             writer=ResultWriter(config, paths.evaluations),
         ),
         checkpoints=Checkpoints(
@@ -347,6 +368,8 @@ def build_parts(ctx: WorkerContext, connections: Connections) -> MasterParts:
             incarnation=ctx.incarnation,
             check_alive=ctx.check_alive,
         ),
+        devices=devices,
+        repair=repair,
     )
 
 

@@ -7,9 +7,12 @@ stays valid while the memory under it is released and allocated again.
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Literal
+from io import BufferedRandom
+from typing import Literal, cast
 
 import torch
 
@@ -32,12 +35,12 @@ def storages(tensors: Iterable[torch.Tensor], device: Device) -> dict[int, torch
 class OffloadedMemory:
     """Device memory that is released until ``restore``.
 
-    ``kept`` has a copy on the host; ``scrap`` has none.
+    ``kept`` has a copy in host memory, or in a file if the device is the host; ``scrap`` has none.
     """
 
     def __init__(self, device: Device, kept: Iterable[torch.UntypedStorage], scrap: Iterable[torch.Tensor]) -> None:
         self._device = device
-        self._kept = [(storage, self._host_copy(storage)) for storage in kept]
+        self._kept = [(storage, self._copy(storage)) for storage in kept]
         self._scrap = [(tensor, tensor.untyped_storage().nbytes()) for tensor in scrap]
         # The copies are asynchronous: released before they end, the host would get garbage.
         self._finish_copies()
@@ -55,18 +58,35 @@ class OffloadedMemory:
             tensor.untyped_storage().resize_(size)
             tensor.zero_()
         for storage, host in self._kept:
-            storage.resize_(host.numel())
-            storage.copy_(host.untyped_storage(), non_blocking=self._device.is_cuda)
+            if isinstance(host, torch.Tensor):
+                storage.resize_(host.numel())
+                storage.copy_(host.untyped_storage(), non_blocking=self._device.is_cuda)
+            else:
+                with host:
+                    storage.resize_(host.tell())
+                    host.seek(0)
+                    host.readinto(_bytes_of(storage))
         self._finish_copies()
 
-    def _host_copy(self, storage: torch.UntypedStorage) -> torch.Tensor:
-        host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=self._device.is_cuda)
-        host.untyped_storage().copy_(storage, non_blocking=self._device.is_cuda)
+    def _copy(self, storage: torch.UntypedStorage) -> torch.Tensor | BufferedRandom:
+        """Return the content of the storage in host memory; without a GPU, which has no other memory, in a file."""
+        if not self._device.is_cuda:
+            file = cast(BufferedRandom, tempfile.TemporaryFile())  # noqa: SIM115  (in TMPDIR; ``restore`` closes it)
+            file.write(_bytes_of(storage))
+            file.flush()
+            return file
+        host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=True)
+        host.untyped_storage().copy_(storage, non_blocking=True)
         return host
 
     def _finish_copies(self) -> None:
         if self._device.is_cuda:
             torch.cuda.synchronize(self._device.device)
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> memoryview:
+    # tensor.numpy() would fix the size of the storage for good
+    return memoryview((ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())).cast("B")
 
 
 def offloaded(

@@ -258,6 +258,11 @@ class MegatronEngine:
         buffers = [buffer.grad_data for buffer in self.ddp_model.buffers] if self.ddp_model is not None else []
         self._offloaded = offloaded(self.settings.offload, self._device, parameters, state, buffers)
 
+    @property
+    def is_offloaded(self) -> bool:
+        """True from ``offload`` to ``onload``."""
+        return self._offloaded is not None
+
     def onload(self) -> None:
         """Undo ``offload``: all tensors are back, bit by bit; gradients are zero."""
         if self._offloaded is not None:

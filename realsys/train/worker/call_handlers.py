@@ -228,8 +228,10 @@ def offload(role: Role, request: MfcRequest) -> None:
 @contextlib.contextmanager
 def onloaded(role: Role) -> Iterator[None]:
     """Keep the role's tensors on the device inside the block. For work between its calls."""
+    was_away = role.engine.is_offloaded
     role.engine.onload()
     try:
         yield
     finally:
-        role.engine.offload()
+        if was_away:
+            role.engine.offload()

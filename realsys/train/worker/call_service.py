@@ -10,6 +10,7 @@ Waits for the next request only. Produces replies, and the notice ``samples_arri
     load_demos          an actor's DP head              tokenises demonstrations
     transfer            sources and destinations        moves arrays between workers
     mfc                 ranks of the role's mesh        pre_hooks, handler, post_hooks
+    leave_device        all ranks                       moves its roles to host memory, until their next calls
     copy_weights        ranks of the role's mesh        copies its share in HF names to host memory
     save_weights        ranks of the role's mesh        writes that copy (in the background)
     digest_weights      ranks of the role's mesh        computes checksums of that copy (in the background)
@@ -43,6 +44,7 @@ import torch
 import torch.distributed as dist
 
 from realsys.algorithm.losses import load_loss
+from realsys.cluster.failpoint import failpoint
 from realsys.cluster.gpu_devices import GpuMeter
 from realsys.cluster.process import resident_bytes
 from realsys.cluster.stream.worker_endpoint import WorkerEndpoint, WorkerRequest
@@ -89,6 +91,7 @@ from realsys.train.requests import (
     DigestWeightsRequest,
     FinishCheckpointRequest,
     HoldRequest,
+    LeaveDeviceRequest,
     LoadCheckpointRequest,
     LoadRecordRequest,
     RecordRequest,
@@ -181,6 +184,7 @@ class ModelWorkerService:
             "load_demos": (LoadDemosRequest, self._load_demos),
             "transfer": (TransferRequest, self._transfer),
             "mfc": (MfcShare, self._mfc),
+            "leave_device": (LeaveDeviceRequest, self._leave_device),
             "copy_weights": (CopyWeightsRequest, self._copy_weights),
             "save_weights": (SaveWeightsRequest, self._saver.save),
             "digest_weights": (DigestWeightsRequest, self._saver.digest),
@@ -306,6 +310,14 @@ class ModelWorkerService:
         reply.host_bytes = resident_bytes()
         reply.seconds = time.perf_counter() - start
         return reply
+
+    def _leave_device(self, request: LeaveDeviceRequest) -> Empty:
+        """Move all roles to host memory; the next call of each brings it back. For allocations with lent servers."""
+        for role in self._roles.values():
+            role.engine.offload()
+            failpoint("devices.leave")
+        trim_heap()
+        return Empty()
 
     def _copy_weights(self, request: CopyWeightsRequest) -> Empty:
         return self._saver.copy(self._role(request.role), request)

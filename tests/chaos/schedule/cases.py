@@ -169,6 +169,7 @@ def _everything(seed: int) -> list[Case]:
     return [
         signals.sglang(),
         signals.two_ranks(),
+        signals.lent_devices(),
         *signals.everybody(random.Random(seed)),
         _disk(),
         _messages(),

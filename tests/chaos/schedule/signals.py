@@ -9,6 +9,7 @@ from tests.chaos.schedule.rows import PHASES, SUSPENDED, SUSPENDED_S, Case, Row,
 STATELESS = ("rollout_worker/0", "generation_server/0", "gserver_manager/0")
 TRAINING = ("model_worker/0", "master_worker/0")
 RUNS = 8
+SERVER = "generation_server/0"
 IN_MEMORY = "weights.transport=memory"
 
 
@@ -128,6 +129,29 @@ def name_store() -> Case:
         ("cluster.name_store.backend=etcd", "cluster.name_store.start=true", "cluster.lease_s=60"),
         needs="etcd",
     )
+
+
+def lent_devices() -> Case:
+    """A server and a rank that use one device in turn, at each moment of a switch."""
+    rows = []
+    for worker, point, phase in (
+        ("master_worker/0", "devices.taken", "servers asleep"),
+        ("master_worker/0", "devices.left", "ranks have left"),
+        ("model_worker/0", "devices.leave", "ranks leave"),
+        ("generation_server/0", "server.sleep", "servers fall asleep"),
+        ("generation_server/0", "server.wake", "servers wake"),
+    ):
+        name = worker.removesuffix("/0")
+        rows += [
+            row(f"SIGKILL {name}", phase, worker, point, "kill"),
+            row(f"{SUSPENDED} {name}", phase, worker, point, "stop", seconds=SUSPENDED_S),
+            row("SIGKILL gserver_manager", phase, worker, point, "kill", victim="gserver_manager/0"),
+        ]
+    rows += [
+        row("SIGKILL generation_server", "train step, asleep", "model_worker/0", "train.step", "kill", victim=SERVER),
+        row("SIGKILL model_worker", "load, awake", SERVER, "server.load", "kill", victim="model_worker/0"),
+    ]
+    return Case("lent-devices", tuple(rows), ("allocation=serve.d1|d1",))
 
 
 def sglang() -> Case:
