@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from io import BufferedRandom
-from typing import Literal, cast
+from typing import Literal
 
 import torch
 
@@ -71,7 +71,7 @@ class OffloadedMemory:
     def _copy(self, storage: torch.UntypedStorage) -> torch.Tensor | BufferedRandom:
         """Return the content of the storage in host memory; without a GPU, which has no other memory, in a file."""
         if not self._device.is_cuda:
-            file = cast(BufferedRandom, tempfile.TemporaryFile())  # noqa: SIM115  (in TMPDIR; ``restore`` closes it)
+            file = tempfile.TemporaryFile()  # noqa: SIM115  (in TMPDIR; ``restore`` closes it)
             file.write(_bytes_of(storage))
             file.flush()
             return file
