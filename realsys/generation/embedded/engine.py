@@ -26,6 +26,7 @@ import torch
 
 from realsys.cluster.failpoint import failpoint
 from realsys.cluster.gpu_devices import choose_device
+from realsys.cluster.process import trim_heap
 from realsys.config.schema import GenerationConfig
 from realsys.errors import GenerationError, RealsysError
 from realsys.generation.backend import ASLEEP, LoadVersion, RequestSnapshot, Staged
@@ -292,7 +293,10 @@ class EmbeddedEngine(ThreadedEngine):
 
     def _release(self) -> None:
         self.core.release()
+        if self._swapped is not None:  # it would keep the weights
+            self._reply(self._swapped)
         self._stager.in_engine = False
+        trim_heap(0)
 
     def _allocate(self) -> None:
         self.core.allocate()

@@ -29,7 +29,6 @@ may be waiting in a collective, and a rank that left it half-way cannot rejoin.
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import threading
 import time
@@ -46,7 +45,7 @@ import torch.distributed as dist
 from realsys.algorithm.losses import load_loss
 from realsys.cluster.failpoint import failpoint
 from realsys.cluster.gpu_devices import GpuMeter
-from realsys.cluster.process import resident_bytes
+from realsys.cluster.process import resident_bytes, trim_heap
 from realsys.cluster.stream.worker_endpoint import WorkerEndpoint, WorkerRequest
 from realsys.config.allocation import ACTOR
 from realsys.config.dataflow import (
@@ -316,7 +315,7 @@ class ModelWorkerService:
         for role in self._roles.values():
             role.engine.offload()
             failpoint("devices.leave")
-        trim_heap()
+        trim_heap(0)
         return Empty()
 
     def _copy_weights(self, request: CopyWeightsRequest) -> Empty:
@@ -437,37 +436,6 @@ def open_demonstrations(config: Config, paths: TrialPaths) -> DemoDataset:
             "data.demos", config.data.demos, "is needed by the warm-up: name a file, or set warmup.steps=0"
         )
     return DemoDataset(file, TextTokenizer(model), chat_template=config.data.chat_template)
-
-
-# ---- host memory
-#
-# glibc keeps what a backward pass has freed, to give it out again. Between two steps a rank of a 135M model so held
-# 1.1 GB that servers and verifiers of the same host could not use.
-
-
-KEEP_BYTES = 256 << 20  # free memory that is not worth the time: small models stay below
-
-_FIELDS = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
-
-
-class _Mallinfo2(ctypes.Structure):
-    _fields_ = tuple((name, ctypes.c_size_t) for name in _FIELDS.split())
-
-
-def trim_heap(keep_bytes: int = KEEP_BYTES) -> bool:
-    """Return free pages to the system if more than ``keep_bytes`` are free. Returns True if it did so.
-
-    Does nothing with another C library than glibc 2.33 or newer.
-    """
-    libc = ctypes.CDLL(None)
-    try:
-        look, trim = libc.mallinfo2, libc.malloc_trim
-    except AttributeError:
-        return False
-    look.restype = _Mallinfo2
-    if look().fordblks <= keep_bytes:
-        return False
-    return bool(trim(ctypes.c_size_t(0)))
 
 
 # ---- moves sample arrays between ModelWorkers before a model function call, worker to worker

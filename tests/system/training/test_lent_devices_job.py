@@ -1,6 +1,7 @@
 """Servers and ranks that use the same devices in turn, in whole runs."""
 
 import json
+import time
 
 import pytest
 
@@ -31,3 +32,40 @@ def test_servers_and_ranks_take_turns(tmp_path):
     check_done(job)
     assert all(record["seconds"]["switch"] >= 0 for record in job.records("train"))
     assert {record["eval_id"] for record in job.records("eval")} == {"before", "step-2", "step-4", "after"}
+
+
+def own_bytes(pid):
+    """Memory of a process that no file backs: its share of what it shares with others."""
+    try:
+        with open(f"/proc/{pid}/smaps_rollup") as file:
+            rows = dict(line.split(maxsplit=1) for line in file)
+    except OSError:  # it has ended
+        return 0
+    return sum(1024 * int(rows[name].split()[0]) for name in ("Pss_Anon:", "Pss_Shmem:"))
+
+
+def watched(root, argv, limit=None):
+    """Run; return (most of the rank, of the server, of both together). Kills a rank that exceeds ``limit`` together."""
+    rank, server, both = 0, 0, 0
+    with running(root, argv) as live:
+        while live.process.poll() is None:
+            sizes = [own_bytes(pid) if pid else 0 for pid in map(live.pid, ("model_worker/0", "generation_server/0"))]
+            rank, server, both = max(rank, sizes[0]), max(server, sizes[1]), max(both, sum(sizes))
+            assert limit is None or both <= limit, f"{sizes} are more than {limit}"
+            time.sleep(0.02)  # nothing tells when a process takes memory
+        live.job.completed()
+    return rank, server, both
+
+
+def test_rank_and_server_fit_where_one_of_them_fits(tmp_path):
+    """36M parameters. The limit is 1.3 times the larger side, which the same run exceeds on devices of their own."""
+    sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 10}
+    settings = [
+        *LENT[1:],
+        *(f"model.tiny.{name}={value}" for name, value in sizes.items()),
+        *("warmup.steps=0", "evaluation.problems=0", "checkpoint.at_end=false", "train.total_steps=2"),
+    ]
+    rank, server, both = watched(*arith(tmp_path, "apart", "allocation=serve.d1+d1", *settings))
+    limit = int(1.3 * max(rank, server))
+    assert both > limit
+    watched(*arith(tmp_path, "in-turn", "allocation=serve.d1|d1", *settings), limit)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
-from realsys.train.worker.call_service import trim_heap
+from realsys.cluster.process import trim_heap
 
 
 def resident_bytes():
