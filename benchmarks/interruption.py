@@ -20,6 +20,7 @@ import itertools
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -57,6 +58,8 @@ class Weights:
     tensors: dict[str, torch.Tensor]
     timings: dict[str, float] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
+    unchanged: bool = False
+    release: Callable[[], None] = lambda: None
 
 
 class Contestant:

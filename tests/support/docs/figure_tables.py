@@ -114,6 +114,7 @@ TABLES: dict[str, Callable[[], str]] = {
         serving_tables.targets,
         training_tables.round_trip,
         training_tables.shared_prefixes,
+        training_tables.device_turns,
         training_tables.ledger_cost,
         training_tables.agreement,
         training_tables.simulate,

@@ -230,6 +230,17 @@ def shared_prefixes() -> str:
     return listing(columns, load("shared_prefixes")["rows"])
 
 
+def device_turns() -> str:
+    columns = {
+        "model": "{model}",
+        "part": "{part}",
+        "MB": "{mb:,.0f}",
+        "ms": "{ms:,.0f}",
+        "over a copy": "**{over:.2f}**",
+    }
+    return listing(columns, load("device_turns")["rows"])
+
+
 # ---- Tables of staleness, ledger and agreement: one function per table, by the name in its mark (figures.py)
 
 
