@@ -55,10 +55,11 @@ class LentEngine:
             self._engine.close()
 
     def sleep(self) -> Future[None]:
-        """Release the memory, as any engine. Before the first ``wake`` there is none."""
+        """Release the memory, as any engine. One that is being made is made first."""
         self._sleeps = True
         failpoint("server.sleep")
-        return self._engine.sleep() if self._engine else _done()
+        with self._order:
+            return self._engine.sleep() if self._engine else self._waking or _done()
 
     def wake(self) -> Future[None]:
         """Take the memory again. The first time the engine is made in a thread: a repeated call waits for the same."""
@@ -83,6 +84,8 @@ class LentEngine:
             return
         with self._order:
             self._engine, self._waking = engine, None
+        if self._sleeps:
+            engine.sleep().result()
         made.set_result(None)
 
     def _changed(self, change: Change) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from realsys.errors import GenerationError, WeightsError
 from realsys.generation.backend import Change, EngineParts
+from realsys.generation.lent import LentEngine
 from realsys.generation.protocol import SamplingParams
 from realsys.generation.threaded import SimpleEngine
 from tests.support.processes.config_trees import changed
@@ -196,3 +197,77 @@ def test_closed_engine_fails_open_calls(engine):
     with pytest.raises(GenerationError, match="the server is stopping") as caught:
         waiting.result(BOUND)
     assert caught.value.retryable
+
+
+# ---- on devices that ranks use in turn with it
+
+
+@pytest.fixture
+def lent(model, changes):
+    """A LentEngine; ``made`` lets its engine be made, ``built`` has it then."""
+    config = changed("data.max_prompt_tokens=8", "generation.sampling.max_new_tokens=24")
+    made, built = threading.Event(), []
+
+    def build(parts):
+        assert made.wait(BOUND)
+        built.append(Scripted(parts))
+        return built[0]
+
+    parts = EngineParts(config, model, 0, load, None, changes.append, lambda callback: None)
+    engine = LentEngine(build, parts)
+    engine.start()
+    yield SimpleNamespace(engine=engine, made=made, built=built)
+    made.set()
+    engine.close()
+
+
+def test_a_lent_engine_is_made_when_it_first_wakes(lent, changes):
+    engine = lent.engine
+    assert changes == [Change(0)] and engine.version == -1 and engine.info().paused and engine.failure is None
+    engine.sleep().result(BOUND)
+    with pytest.raises(GenerationError, match="asleep|sleeps") as refused:
+        engine.update("/v", 0)
+    assert refused.value.retryable and not lent.built
+    first, again = engine.wake(), engine.wake()
+    assert first is again, "a call that is repeated waits for the same engine"
+    lent.made.set()
+    first.result(BOUND)
+    assert engine.update("/v", 3).result(BOUND).success and engine.version == 3
+    assert list(engine.generate("", [5, 6], SamplingParams(max_new_tokens=8)).result(BOUND)[0].tokens) == [1, 2, 3]
+    engine.sleep().result(BOUND)
+    assert engine.version == -1 and not lent.built[0].loaded
+    engine.wake().result(BOUND)
+    assert len(lent.built) == 1 and engine.update("/v", 4).result(BOUND).success
+
+
+def test_an_engine_that_is_made_late_sleeps_at_once(lent):
+    """The wait for it has ended, and it is the trainer's turn."""
+    engine = lent.engine
+    waking, asleep = engine.wake(), engine.sleep()
+    assert not asleep.done()
+    lent.made.set()
+    asleep.result(BOUND)
+    waking.result(BOUND)
+    assert not engine.update("/v", 0).result(BOUND).success
+
+
+def test_an_engine_that_ends_asleep_ends_its_process(lent, changes):
+    lent.made.set()
+    lent.engine.wake().result(BOUND)
+    died = Change(None, "was killed")
+    lent.built[0].parts.on_change(died)
+    assert changes[-1] == died, "awake it starts again by itself"
+    lent.engine.sleep().result(BOUND)
+    lent.built[0].parts.on_change(died)
+    assert changes[-1].final
+
+
+def test_an_engine_that_cannot_be_made_ends_its_process(model, changes):
+    def build(parts):
+        raise GenerationError("no memory")
+
+    config = changed("data.max_prompt_tokens=8")
+    engine = LentEngine(build, EngineParts(config, model, 0, load, None, changes.append, lambda callback: None))
+    with pytest.raises(GenerationError, match="no memory"):
+        engine.wake().result(BOUND)
+    assert changes[-1].final and "no memory" in changes[-1].reason
