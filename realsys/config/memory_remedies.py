@@ -97,7 +97,7 @@ def _tensor_ranks(config: Config) -> Iterator[Remedy]:
     while tensor <= MOST_TENSOR and old.data * old.tensor % tensor == 0:
         if divides(model, tensor):
             layout = ParallelLayout(old.data * old.tensor // tensor, old.pipeline, tensor)
-            text = allocation_text(allocation.inference, layout)
+            text = allocation_text(allocation.inference, layout, allocation.lent)
             yield Remedy(_TENSOR_COST * math.log2(tensor / old.tensor), {"allocation": text})
         tensor *= 2
 
@@ -127,8 +127,9 @@ def _offloads(config: Config, flow: Dataflow) -> Iterator[Remedy]:
     if len(flow.roles) < 2:
         return
     for role in flow.roles:
-        if role_settings(config, role).offload == "none":
-            kind = "optimizer" if role in flow.trained_roles else "all"
+        settings = role_settings(config, role)
+        if settings.offload_in_step == "none":
+            kind = "optimizer" if role in flow.trained_roles and not settings.between_steps else "all"
             yield Remedy(8.0 if role in flow.trained_roles else 3.0, {f"{_section(role)}.offload": kind})
 
 
@@ -139,7 +140,7 @@ def _host_switches(config: Config) -> Iterator[Remedy]:
     if config.weights.delta != "off":
         yield Remedy(2.0, {"weights.delta": "off"})
     for role in dataflow_of(config).roles:
-        if role_settings(config, role).offload != "none":
+        if role_settings(config, role).offload_in_step != "none":
             yield Remedy(4.0, {f"{_section(role)}.offload": "none"})
 
 

@@ -68,6 +68,13 @@ def test_logits_in_fp32_are_a_flag():
     assert "--enable-fp32-lm-head" in flags_of(replace(GPU, fp32_head=True))
 
 
+@pytest.mark.parametrize(("server", "lent"), [(0, False), (1, True)])
+def test_server_that_takes_turns_saves_memory(server, lent):
+    config = changed("generation.backend=sglang", "allocation=serve.d1+serve.d1|d1")
+    launch = _launch(Path("/m"), config, server, ONE_NODE, None)
+    assert ("--enable-memory-saver" in flags_of(launch), launch.shared) == (lent, lent)
+
+
 def test_command_on_a_cpu():
     cpu = replace(GPU, gpus=False)
     assert cpu.command(1)[2] == "realsys_sglang_cpu.server"
