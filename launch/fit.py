@@ -7,8 +7,8 @@
                                        nodes also train.overlap_grad_reduce
     allocation: auto                   a quarter of the GPUs trains, or as many as memory demands, the others generate;
                                        with one GPU a server and a rank use it in turn; without GPUs, one process each
-    cluster.share_gpus                 true, if the allocation is auto, there is one GPU, and server and rank cannot take
-                                       turns on it
+    cluster.share_gpus                 true, if the allocation is auto and there is one GPU, on which server and rank
+                                       cannot take turns
     backend's share of a shared GPU    what the predicted memory of a rank leaves, or an even split if that is unknown;
                                        on a GPU that they use in turn all but the libraries of a rank
                                        (BackendRules.sharing)

@@ -6,13 +6,12 @@
                                       memory_check                     realsys run --dry-run
 
 The peak of a rank is that of the most demanding call of any of its roles. While one role computes, the others have
-what their ``offload`` leaves on the device. If servers and ranks use a device in turn, each has all of it in its turn but
-for the libraries of the other; without GPUs the memory of the host is that of the greater turn.
+what their ``offload`` leaves on the device. If servers and ranks use a device in turn, each side has in its turn all but
+the libraries of the other. Without GPUs, the host needs the memory of the greater turn.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
 from realsys.config.allocation import ACTOR, Allocation, ParallelLayout
@@ -376,7 +375,7 @@ def _snapshot_bytes(config: Config, allocation: Allocation) -> int:
 
 
 def _offloaded_bytes(config: Config, allocation: Allocation, flow: Dataflow, *, on_gpu: bool) -> int:
-    """Return what the roles of all ranks move to the host. On a CPU it stays host memory, or goes to a file between steps."""
+    """Return what the roles of all ranks move to the host. On a CPU it stays host memory, or is a file while servers run."""
     total = 0
     for role in dict.fromkeys([ACTOR, *flow.roles]):
         settings, layout = role_settings(config, role), allocation.placement(role).layout

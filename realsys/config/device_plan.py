@@ -257,9 +257,10 @@ def _place_block(block: Block, used: Sequence[_Used], share: bool) -> list[Seat]
         target = used[0] if block.on_first else min(used, key=lambda each: each.load)
         return [target.sit(block, index, ()) for index in block.indexes]
     if block.workers:
-        under = [(each, seat) for each in used for seat in each.seats if seat.kind == RANK and seat.index in block.workers]
-        if under:
-            return [under[0][0].sit(block, block.indexes[0], tuple(seat.gpus[0] for _, seat in under))]
+        for each in used:
+            under = [seat for seat in each.seats if seat.kind == RANK and seat.index in block.workers]
+            if under:
+                return [each.sit(block, block.indexes[0], tuple(seat.gpus[0] for seat in under))]
     if block.kind == SERVER:
         # the fewest nodes that divide its parts, with the same number of GPUs on each
         [index] = block.indexes

@@ -321,7 +321,8 @@ def turns_line(config: Config, place: Place) -> str:
     allocation = parse_allocation(config.allocation)
     if not allocation.lent:
         return ""
-    kept = f"{place.fullest_host(config)[1].offload / GIB:.1f} GiB of host memory" if place.here.ranks_on_gpu else "files"
+    offloaded = place.fullest_host(config)[1].offload
+    kept = f"{offloaded / GIB:.1f} GiB of host memory" if place.here.ranks_on_gpu else "files"
     servers, ranks = f"{allocation.lent} of {allocation.inference.data} servers", len(allocation.lending)
     both = f"{servers} and {ranks} of {allocation.workers} training ranks use the same devices in turn"
     return f"{both}; while the servers serve, models and optimizers of the ranks are in {kept}"

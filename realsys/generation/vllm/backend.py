@@ -188,11 +188,25 @@ class VllmBackend(Backend):
 
         Raises ModelError for a model that realsys cannot train.
         """
+        config = self.config
+        tokenizer = tokenizer_of(model_path, config.generation.sampling, self._options)
+        launch = self.launch(model_path, index=index, tokenizer=tokenizer is not None)
+        return build_child_engine(
+            launch,
+            config,
+            materialise,
+            on_change,
+            context=launch.context,
+            tokenizer=tokenizer,
+            timeouts=self._timeouts,
+        )
+
+    def launch(self, model_path: Path, *, index: int, tokenizer: bool) -> VllmLaunch:
+        """Return the settings of one start of the server ``index``."""
         config, given = self.config, dict(self._options)
         allocation = parse_allocation(config.allocation)
         gpus = bool(Machine.here().gpus)
-        tokenizer = tokenizer_of(model_path, config.generation.sampling, given)
-        launch = VllmLaunch(
+        return VllmLaunch(
             python=VLLM.interpreter(self._python, gpus=gpus),
             model_path=model_path,
             dtype=config.model.dtype,
@@ -202,16 +216,7 @@ class VllmBackend(Backend):
             threads=config.cluster.threads,
             gpus=gpus,
             options=given,
-            tokenizer=tokenizer is not None,
+            tokenizer=tokenizer,
             shared=config.cluster.share_gpus or allocation.is_lent(index),
             lent=allocation.is_lent(index),
-        )
-        return build_child_engine(
-            launch,
-            config,
-            materialise,
-            on_change,
-            context=launch.context,
-            tokenizer=tokenizer,
-            timeouts=self._timeouts,
         )

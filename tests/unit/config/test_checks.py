@@ -198,12 +198,20 @@ PAIRS = [
     ((CPU, TURNS), (CPU, TURNS, "evaluate_only=true"), "has no training ranks to share with: join their part with +"),
     ((CPU, TURNS), (CPU, TURNS, SHARE), "share_gpus=True: 2 servers use devices.* in turn, .*: set it to false"),
     ((CPU, TURNS), (CPU, TURNS, "asynchronous.interruptible=false"), "cannot keep completions.*: set it to true"),
-    ((CPU, TURNS), (CPU, TURNS, "train.offload=optimizer"), "leaves the weights on devices that 2 servers.*none or all"),
-    ((CPU, TURNS), (CPU, TURNS, *SGLANG), "'sglang': 2 servers .* cannot release their memory on a CPU: join .*embedded"),
+    (
+        (CPU, TURNS),
+        (CPU, TURNS, "train.offload=optimizer"),
+        "leaves the weights on devices that 2 servers.*none or all",
+    ),
+    (
+        (CPU, TURNS),
+        (CPU, TURNS, *SGLANG),
+        "'sglang': 2 servers .* cannot release their memory on a CPU: join .*embedded",
+    ),
     ((GPU8, TURNS, *FAST), (GPU8, TURNS, *FAST, OWN), "'.*:Own': 2 servers .* cannot release their memory: join"),
     ((GPU8, TURNS, *FAST), (GPU8, TURNS, *FAST, WIDE), "a server has 2 GPUs by the options of sglang, and 1 by m"),
     ((GPU8, TURNS, *FAST), (NO_CUDA, TURNS, *FAST), "only servers have GPUs here: join"),
-    ((CPU, TURNS), (CPU, TURNS, GROUP, "weights.delta=off"), "ranks send what they have on their GPUs"),
+    ((CPU, TURNS), (CPU, TURNS, GROUP), "ranks send what they have on their GPUs"),
     # a plan for other machines ignores this one
     ((TINY, *FOUR), (CPU, *FOUR, "cluster.cpus_per_node=1", "rollout.workers=134"), "1 CPU cores; at most 32 on node0"),
     ((CPU, *SLOW), (CPU, *SLOW, "cluster.gpus_per_node=2"), "backend='embedded': is slow on GPUs"),

@@ -16,12 +16,15 @@ import pytest
 from realsys.config.backend_rules import SGLANG, sglang_options
 from realsys.config.schema import SamplingConfig, SglangConfig
 from realsys.errors import ConfigError, GenerationError
+from realsys.generation.backend import ONE_NODE
 from realsys.generation.child.engine import needs_tokenizer
 from realsys.generation.child.requests import EVENT_TOKENS, SplitRequest, _record_phases
 from realsys.generation.protocol import CONTINUES, SamplingParams
 from realsys.generation.sampling_rules import completion_seed, read_tokenizer
 from realsys.generation.sglang.api import Reply, _Stream
+from realsys.generation.sglang.backend import _launch
 from realsys.generation.sglang.process import CPU_SUPPORT, Launch
+from tests.support.processes.config_trees import changed
 from tests.support.serving.generation_models import make_tokenizer
 from tests.support.timelines.made_up import recording
 

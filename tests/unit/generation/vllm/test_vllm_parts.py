@@ -48,7 +48,7 @@ def test_users_options_replace_ours():
 def test_server_that_takes_turns_can_sleep(server, lent):
     """It measures its GPU at each start, because a rank may be on it."""
     config = changed("generation.backend=vllm", "allocation=serve.d1+serve.d1|d1")
-    launch = VllmBackend(config).build_launch(Path("/m"), index=server, tokenizer=False)
+    launch = VllmBackend(config).launch(Path("/m"), index=server, tokenizer=False)
     assert ("--enable-sleep-mode" in launch.command(80), launch.shared) == (lent, lent)
 
 
