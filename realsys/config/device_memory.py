@@ -6,8 +6,8 @@
                                       memory_check                     realsys run --dry-run
 
 The peak of a rank is that of the most demanding call of any of its roles. While one role computes, the others have
-what their ``offload`` leaves on the device. If servers and ranks use a device in turn, each side has in its turn all but
-the libraries of the other. Without GPUs, the host needs the memory of the greater turn.
+what their ``offload`` leaves on the device. If servers and ranks use a device in turn, each side has in its turn all
+but the libraries of the other. Without GPUs, the host needs the memory of the greater turn.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass, fields, replace
 
 from realsys.config.allocation import ACTOR, Allocation, ParallelLayout
 from realsys.config.backend_rules import GPU_SHARE, backend_rules, sizes_of
-from realsys.config.dataflow import Dataflow, RoleSettings, role_settings, saved_roles
+from realsys.config.dataflow import Dataflow, RoleSettings, own_offload, role_settings, saved_roles
 from realsys.config.rank_memory import (
     BYTES,
     FP32,
@@ -136,7 +136,7 @@ def _role_on_rank(
     peaks = [_use(states, work) for work in works]
     if trains:
         peaks.append(_use(states, PhasePeak(), step=states.temporary))
-    return _RoleOnRank(states, tuple(peaks), settings.offload_in_step)
+    return _RoleOnRank(states, tuple(peaks), own_offload(config, role))
 
 
 def _peak(owner: str, roles: list[_RoleOnRank], libraries: int) -> DeviceUse:
@@ -337,30 +337,20 @@ def host_use(config: Config, allocation: Allocation, flow: Dataflow, here: OnHos
         servers = server_use(config, allocation, on_gpu=False).total * sizes_of(config, allocation).gpus * here.servers
     # On the host, too, those that have the devices in turn have its memory in turn.
     asleep = servers * allocation.lent // allocation.inference.data
-    away = ranks * _ranks_that_leave(allocation) // allocation.workers
-    if asleep < away:
+    if asleep < ranks:
         servers -= asleep
-    else:
-        ranks -= away
+    elif asleep:
+        ranks = 0
     return HostUse(
         processes=here.processes,
         snapshot=int(_snapshot_bytes(config, allocation) * min(1.0, trainer * allocation.actor.data) * pinned),
-        offload=int(_offloaded_bytes(config, allocation, flow, on_gpu=here.ranks_on_gpu) * trainer),
+        offload=int(_offloaded_bytes(config, allocation, flow) * trainer) if here.ranks_on_gpu else 0,
         checkpoint=int(_checkpoint_bytes(config, flow) * trainer * pinned),
         published=int(weights * (pinned + (config.weights.delta == "auto") + kept) * trainer),
         staged=copies * weights + here.servers * fused,
         ranks=ranks,
         servers=servers,
     )
-
-
-def _ranks_that_leave(allocation: Allocation) -> int:
-    """Return how many ranks have no role that stays on its devices while servers use some of them."""
-    roles = [
-        [role for role in allocation.roles if _stage(allocation, role, worker) is not None]
-        for worker in range(allocation.workers)
-    ]
-    return sum(all(map(allocation.lends, here)) for here in roles)
 
 
 def _snapshot_bytes(config: Config, allocation: Allocation) -> int:
@@ -374,19 +364,17 @@ def _snapshot_bytes(config: Config, allocation: Allocation) -> int:
     return layout.tensor * gradients // FP32 * BYTES[config.model.dtype]
 
 
-def _offloaded_bytes(config: Config, allocation: Allocation, flow: Dataflow, *, on_gpu: bool) -> int:
-    """Return what the roles of all ranks move to the host. On a CPU it stays host memory, or is a file while servers run."""
+def _offloaded_bytes(config: Config, allocation: Allocation, flow: Dataflow) -> int:
+    """Return what the roles of all ranks move to host memory. On a CPU it goes to files."""
     total = 0
     for role in dict.fromkeys([ACTOR, *flow.roles]):
         settings, layout = role_settings(config, role), allocation.placement(role).layout
-        how = StateSettings(config.model.dtype, role in flow.trained_roles, config.train.distributed_optimizer, on_gpu)
-        if settings.offload == "none" or (allocation.lends(role) and not on_gpu):
-            continue
-        for stage in range(layout.pipeline):
+        how = StateSettings(config.model.dtype, role in flow.trained_roles, config.train.distributed_optimizer, True)
+        for stage in range(layout.pipeline if settings.offload != "none" else 0):
             model = model_of(config, role)
             states = states_of(model, shard_of(model, layout, stage), layout, settings, how)
             total += layout.data * layout.tensor * states.moved(settings.offload)
-    return int(total * _PINNED) if on_gpu else total
+    return int(total * _PINNED)
 
 
 def _checkpoint_bytes(config: Config, flow: Dataflow) -> int:

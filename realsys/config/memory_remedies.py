@@ -11,9 +11,16 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from realsys.config.allocation import ACTOR, Allocation, ParallelLayout, allocation_text, parse_allocation
+from realsys.config.allocation import (
+    ACTOR,
+    Allocation,
+    ParallelLayout,
+    allocation_text,
+    lent_servers,
+    parse_allocation,
+)
 from realsys.config.backend_rules import sizes_of
-from realsys.config.dataflow import Dataflow, dataflow_of, role_field, role_settings
+from realsys.config.dataflow import Dataflow, dataflow_of, own_offload, role_field
 from realsys.config.device_memory import GIB, rank_uses, server_use, usable_bytes
 from realsys.config.fields import replaced
 from realsys.config.schema import Config
@@ -127,9 +134,8 @@ def _offloads(config: Config, flow: Dataflow) -> Iterator[Remedy]:
     if len(flow.roles) < 2:
         return
     for role in flow.roles:
-        settings = role_settings(config, role)
-        if settings.offload_in_step == "none":
-            kind = "optimizer" if role in flow.trained_roles and not settings.between_steps else "all"
+        if own_offload(config, role) == "none":
+            kind = "optimizer" if role in flow.trained_roles and not lent_servers(config) else "all"
             yield Remedy(8.0 if role in flow.trained_roles else 3.0, {f"{_section(role)}.offload": kind})
 
 
@@ -140,7 +146,7 @@ def _host_switches(config: Config) -> Iterator[Remedy]:
     if config.weights.delta != "off":
         yield Remedy(2.0, {"weights.delta": "off"})
     for role in dataflow_of(config).roles:
-        if role_settings(config, role).offload_in_step != "none":
+        if own_offload(config, role) != "none":
             yield Remedy(4.0, {f"{_section(role)}.offload": "none"})
 
 

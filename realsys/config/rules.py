@@ -20,7 +20,7 @@ import msgspec
 from realsys.agent_runner.contract import NATIVE, kind_of
 from realsys.config.allocation import ACTOR, Allocation, parse_allocation
 from realsys.config.backend_rules import BackendRules, backend_rules
-from realsys.config.dataflow import Dataflow, check_calls, dataflow_of, role_field, role_settings
+from realsys.config.dataflow import Dataflow, check_calls, dataflow_of, own_offload, role_field, role_settings
 from realsys.config.device_plan import nodes_of, seats_of
 from realsys.config.doors import AGENT, BACKEND, CALL_HANDLER, ENVIRONMENT, JUDGE, LAYOUT, TRANSPORT, VERIFIER
 from realsys.config.evaluation_sets import evaluation_sets, verifier_arguments, verifier_field
@@ -155,7 +155,7 @@ def check_lending(
         problem = f"{servers}, and cannot keep completions while these compute: set it to true"
         raise ConfigError("asynchronous.interruptible", False, problem)
     for role in dict.fromkeys([ACTOR, *dataflow_of(config).roles]):
-        if allocation.lends(role) and role_settings(config, role).offload == "optimizer":
+        if own_offload(config, role) == "optimizer":
             section = "train" if role == ACTOR else role_field(role)
             problem = f"leaves the weights on devices that {allocation.lent} servers use in turn: set it to none or all"
             raise ConfigError(f"{section}.offload", "optimizer", problem)

@@ -13,7 +13,6 @@ from realsys.config.dataflow import (
     dataflow_of,
     role_settings,
     saved_roles,
-    with_offload,
 )
 from realsys.errors import ConfigError
 from tests.support.processes.config_trees import changed
@@ -137,15 +136,14 @@ def hooks_of(flow):
     return {c.name: (len(c.pre_hooks), len(c.post_hooks)) for c in flow.calls}
 
 
-def test_roles_leave_devices_once_per_step():
-    """Before the servers wake; a role whose offload is set makes room for the other roles, too."""
+def test_roles_stay_until_the_servers_have_their_turn():
+    """Each call brings its role in. The master lets all leave; those whose offload is set leave after their calls."""
     config = changed(*IN_TURN)
     hooks = hooks_of(dataflow_of(config))
-    assert [name for name, (_, offload) in hooks.items() if offload] == ["ref_inf", "actor_train", "critic_train"]
+    assert [name for name, (_, offload) in hooks.items() if offload] == ["ref_inf"]
     assert {onload for onload, _ in hooks.values()} == {1}
-    assert hooks_of(dataflows.sft(config)) == {"sft": (1, 1)}
-    assert role_settings(config, "critic").offload == role_settings(config, "ref").offload == "all"
-    assert role_settings(config, "actor").offload_in_step == "none" != role_settings(config, "ref").offload_in_step
+    assert hooks_of(dataflows.sft(config)) == {"sft": (1, 0)}
+    assert {role_settings(config, role).offload for role in ("actor", "critic", "ref")} == {"all"}
 
 
 @pytest.mark.parametrize("change", ["allocation=serve.d1+d2", "allocation=auto", "evaluate_only=true"])
@@ -153,19 +151,6 @@ def test_roles_stay_if_no_server_takes_turns(change):
     config = changed(*IN_TURN, change)
     assert role_settings(config, "actor").offload == "none"
     assert hooks_of(dataflow_of(config))["actor_train"] == (0, 0)
-
-
-def test_role_on_other_workers_stays():
-    config = changed(*IN_TURN, "allocation=serve.d1|actor.d1+critic.d1")
-    assert [role_settings(config, role).offload for role in ("actor", "critic")] == ["all", "none"]
-
-
-def test_role_with_two_last_calls_leaves_after_each():
-    """Their order is not known, so each brings the role back that the other one may have moved."""
-    calls = [call("inf", "tokens", "p"), call("left", "p", "q"), call("right", "p"), call("end", "q")]
-    config = changed("allocation=serve.d1|d1")
-    flow = with_offload(Dataflow([replace(each, role="actor") for each in calls]), config)
-    assert hooks_of(flow) == {"inf": (1, 0), "left": (1, 0), "right": (1, 1), "end": (1, 1)}
 
 
 OWN = Dataflow([FunctionCall("actor_train", "actor", "actor_train", frozenset({"tokens"}), trains=True)])

@@ -99,13 +99,6 @@ def test_turns_take_memory_of_a_host_in_turn(running, greater):
     assert in_turn.offload == 0
 
 
-def test_rank_with_a_role_elsewhere_stays_on_the_host():
-    given = ["generation.embedded.max_running=100000", "train.ppo.kl.coef=0.1"]
-    found = use(changed(*given, "allocation=serve.d1|actor.d1+ref.d1"), OnHost(2, 1, 4))
-    apart = use(changed(*given, "allocation=serve.d1+actor.d1+ref.d1"), OnHost(2, 1, 4))
-    assert 0 < found.ranks == apart.ranks - apart.ranks // 2
-
-
 def test_all_parts_of_a_server_are_on_its_host(tmp_path):
     given = ["generation.backend=sglang", "allocation=serve.d1+d1"]
     one = use(math_config(tmp_path, "7B", *given), OnHost(1, 1, 4))
