@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -52,7 +53,7 @@ class Remedy:
     values: dict[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        return " ".join(f"{name}={_text(value)}" for name, value in self.values.items())
+        return " ".join(shlex.quote(f"{name}={_text(value)}") for name, value in self.values.items())
 
     def apply(self, config: Config) -> Config:
         for name, value in self.values.items():
