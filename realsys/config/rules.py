@@ -133,11 +133,13 @@ def check_lending(
     """Refuse servers that cannot use devices of training ranks in turn with them. Raises ConfigError."""
     if not allocation.lent:
         return
-    plus, servers = "join their part with + in allocation", f"{allocation.lent} servers use devices of training ranks"
+    plus = "join their part with + in allocation"
+    servers = "a server uses" if allocation.lent == 1 else f"{allocation.lent} servers use"
+    servers += " devices of training ranks"
     if config.evaluate_only:
         raise ConfigError("allocation", config.allocation, f"an evaluation has no training ranks to share with: {plus}")
     if config.cluster.share_gpus:
-        problem = f"{servers} in turn, which leaves them all of the memory: set it to false"
+        problem = f"{servers} in turn, when each side has all of the memory: set it to false"
         raise ConfigError("cluster.share_gpus", True, problem)
     if ranks_on_gpu != servers_on_gpu:
         owner = "servers" if servers_on_gpu else "training ranks"
@@ -146,7 +148,7 @@ def check_lending(
     with BACKEND.guard(name, "sleeps or sizes raised"):
         sleeps, gpus = backend.sleeps(on_gpu=servers_on_gpu), backend.sizes(allocation).gpus
     if not sleeps:
-        problem = f"{servers}, and its servers cannot release their memory{'' if servers_on_gpu else ' on a CPU'}"
+        problem = f"{servers}, and this engine cannot release its memory{'' if servers_on_gpu else ' on a CPU'}"
         raise ConfigError("generation.backend", name, f"{problem}: {plus}, or use generation=embedded")
     if gpus != allocation.inference.tensor:
         problem = f"a server has {gpus} GPUs by the options of {name}, and {allocation.inference.tensor} by m"
@@ -157,7 +159,7 @@ def check_lending(
     for role in dict.fromkeys([ACTOR, *dataflow_of(config).roles]):
         if own_offload(config, role) == "optimizer":
             section = "train" if role == ACTOR else role_field(role)
-            problem = f"leaves the weights on devices that {allocation.lent} servers use in turn: set it to none or all"
+            problem = f"{servers} in turn, and this leaves the weights there: set it to none or all"
             raise ConfigError(f"{section}.offload", "optimizer", problem)
 
 

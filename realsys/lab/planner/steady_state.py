@@ -199,7 +199,7 @@ def check_apart(config: Config) -> Allocation:
     """Return the allocation. Raises ConfigError if servers use devices in turn with training ranks."""
     allocation = parse_allocation(config.allocation)
     if allocation.lent:
-        problem = f"{allocation.lent} servers use devices of training ranks in turn, which the simulation does not know"
+        problem = "the simulation does not know servers and training ranks that use devices in turn"
         raise ConfigError("allocation", config.allocation, f"{problem}: record and plan runs with + in place of |")
     return allocation
 

@@ -201,14 +201,14 @@ PAIRS = [
     (
         (CPU, TURNS),
         (CPU, TURNS, "train.offload=optimizer"),
-        "leaves the weights on devices that 2 servers.*none or all",
+        "2 servers use devices .*leaves the weights there: set it to none or all",
     ),
     (
         (CPU, TURNS),
         (CPU, TURNS, *SGLANG),
-        "'sglang': 2 servers .* cannot release their memory on a CPU: join .*embedded",
+        "'sglang': 2 servers .* cannot release its memory on a CPU: join .*embedded",
     ),
-    ((GPU8, TURNS, *FAST), (GPU8, TURNS, *FAST, OWN), "'.*:Own': 2 servers .* cannot release their memory: join"),
+    ((GPU8, TURNS, *FAST), (GPU8, TURNS, *FAST, OWN), "'.*:Own': 2 servers .* cannot release its memory: join"),
     ((GPU8, TURNS, *FAST), (GPU8, TURNS, *FAST, WIDE), "a server has 2 GPUs by the options of sglang, and 1 by m"),
     ((GPU8, TURNS, *FAST), (NO_CUDA, TURNS, *FAST), "only servers have GPUs here: join"),
     ((CPU, TURNS), (CPU, TURNS, GROUP), "ranks send what they have on their GPUs"),
