@@ -279,7 +279,7 @@ def test_either_turn_that_does_not_fit_is_refused(tmp_path):
 def test_remedies_keep_the_turns(tmp_path):
     whole = "train.distributed_optimizer=false"
     config = math_config(tmp_path, "7B", *SGLANG, "allocation=serve.d1+serve.d4|d4", whole)
-    assert "set 'allocation=serve.d1+serve.d4|d2m2' train." in str(refusal(config, gpus(config)))
+    assert "set 'allocation=serve.d1+serve.d4|d2m2', then it needs" in str(refusal(config, gpus(config)))
     host = math_config(tmp_path, "1.5B", *SGLANG, "allocation=serve.d1|d1", "train.ppo.kl.coef=0.1")
     place = gpus(host)
     error = refusal(host, replace(place, host_bytes=place.fullest_host(host)[1].total - 8 * GIB))
