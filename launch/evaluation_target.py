@@ -12,7 +12,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Literal
 
-from realsys.config.allocation import AUTO
+from realsys.config.allocation import AUTO, ParallelLayout, allocation_text, parse_allocation
 from realsys.config.compose import compose, given_fields, quoted, validate, with_overrides
 from realsys.config.evaluation_sets import EvaluationSet, evaluation_sets
 from realsys.config.paths import TrialPaths, read_config
@@ -68,8 +68,10 @@ def evaluation_config(target: Target, choices: Choices, now: datetime) -> tuple[
         given = {*type(config).model_fields}
     fileroot = config.fileroot if target.trial is None or "fileroot" in overridden else str(target.trial.root)
     allocation = config.allocation if "allocation" in overridden else AUTO
-    if allocation != AUTO and not {"+", "|"} & set(allocation):
-        allocation += "+d1"  # the actor's part, which no process takes
+    if allocation != AUTO:
+        whole = allocation if set("+|,") & set(allocation) else f"{allocation}+d1"
+        # No process takes the actor's part, so no server shares its devices with one.
+        allocation = allocation_text(parse_allocation(whole).inference, ParallelLayout())
     tokens = max(TrainConfig().microbatch_tokens, longest_sequence(config))
     update = {
         **_OF_TRAINING,

@@ -6,9 +6,11 @@
     train.head_chunk_tokens, ...       what saves memory, and logits in fp32, if the ranks train on GPUs; on several
                                        nodes also train.overlap_grad_reduce
     allocation: auto                   a quarter of the GPUs trains, or as many as memory demands, the others generate;
-                                       without GPUs, one process each
-    cluster.share_gpus                 true, if the allocation is auto and there is one GPU
-    backend's share of a shared GPU    what the predicted memory of a rank leaves, or an even split if that is unknown
+                                       with one GPU a server and a rank use it in turn; without GPUs, one process each
+    cluster.share_gpus                 true, if the allocation is auto and there is one GPU, on which server and rank
+                                       cannot take turns
+    backend's share of a shared GPU    what the predicted memory of a rank leaves, or an even split if that is unknown;
+                                       on a GPU that they use in turn all but the libraries of a rank
                                        (BackendRules.sharing)
     data.max_prompt_tokens,            the model's positions, if the defaults do not fit: a quarter for the prompt
     generation.sampling.max_new_tokens
@@ -33,7 +35,7 @@ from typing import Any
 from realsys.config.allocation import AUTO, parse_allocation
 from realsys.config.backend_rules import backend_rules, sizes_of
 from realsys.config.dataflow import dataflow_of
-from realsys.config.device_memory import GIB
+from realsys.config.device_memory import GIB, left_by_ranks
 from realsys.config.device_plan import gpus_of_torch, nodes_of, seats_of
 from realsys.config.doors import BACKEND
 from realsys.config.fields import replaced
@@ -48,16 +50,20 @@ from realsys.config.memory_check import (
 )
 from realsys.config.memory_remedies import HEAD_CHUNK, least_recompute, smallest_training
 from realsys.config.paths import TrialPaths
+from realsys.config.rules import check_lending
 from realsys.config.schema import Config
 from realsys.config.schema_data import source_problem
 from realsys.config.training_rules import can_shard_optimizers
 from realsys.config.trial_sizes import lengths_that_fit, longest_sequence
+from realsys.errors import ConfigError
 from realsys.launch.launchers.contract import launcher_settings
 from realsys.model_files.config_json import read_model
 
 _BACKEND, _GPU_BACKEND = "generation.backend", "sglang"
 _PROMPT, _ANSWER = "data.max_prompt_tokens", "generation.sampling.max_new_tokens"
 _EVALUATION = "evaluation.problems"
+_SHARE_GPUS, _IN_TURN = "cluster.share_gpus", "serve.d1|d1"
+_WAITING_SHARE = 0.05  # of a GPU of unknown size, for the libraries of a training rank that waits for its turn
 _RECOMPUTE = "train.recompute"
 _WORKERS, _READERS = "rollout.workers", "weights.storage_readers"
 _EPISODES = 256  # most episodes of a server: SGLang has CUDA graphs of up to as many on GPUs of 80 GB
@@ -159,29 +165,48 @@ def _allocation(config: Config, given: Collection[str], machine: Machine) -> dic
         width = sizes_of(config, parse_allocation("serve.d1+d1")).gpus
         servers = max(1, (gpus - max(1, gpus // 4)) // width)
         return {"allocation": (f"serve.d{servers}+d{max(1, gpus - servers * width)}", reason)}
-    chosen: dict[str, tuple[Any, str]] = {"allocation": ("serve.d1+d1", reason)}
-    if gpus == 1 and _is_open(config, given, "cluster.share_gpus"):
-        chosen["cluster.share_gpus"] = (True, reason)
-    return chosen
+    if gpus != 1 or not _is_open(config, given, _SHARE_GPUS):
+        return {"allocation": ("serve.d1+d1", reason)}
+    if _can_take_turns(config):
+        return {"allocation": (_IN_TURN, f"{reason}, which server and training rank use in turn")}
+    return {"allocation": ("serve.d1+d1", reason), _SHARE_GPUS: (True, reason)}
+
+
+def _can_take_turns(config: Config) -> bool:
+    """Return True if a server and a training rank can use one GPU in turn."""
+    config = replaced(config, ["allocation"], _IN_TURN)
+    try:
+        allocation, backend = parse_allocation(_IN_TURN), backend_rules(config)
+        check_lending(config, allocation, backend, ranks_on_gpu=True, servers_on_gpu=True)
+    except ConfigError:
+        return False
+    return config.weights.transport != "group"
 
 
 def _gpu_bytes(config: Config, machine: Machine) -> int:
     """Return the memory of one GPU, if the model's need can be predicted; else 0."""
-    if not (Path(config.model.path) / "config.json").is_file():
-        return 0
+    return _gpu_size(config, machine) if (Path(config.model.path) / "config.json").is_file() else 0
+
+
+def _gpu_size(config: Config, machine: Machine) -> int:
     return int(config.cluster.gpu_memory_gb * GIB) or (0 if config.cluster.nodes else machine.gpu_bytes)
 
 
 def _sharing(config: Config, machine: Machine) -> dict[str, tuple[Any, str]]:
     """Bound what the backend takes of a GPU that its server shares."""
-    if not config.cluster.share_gpus:
+    allocation = parse_allocation(config.allocation)
+    if not (config.cluster.share_gpus or allocation.lent):
         return {}
     gpus = owners_beside_servers(seats_of(config, machine, nodes_of(config, machine)))
     most = max(map(sum, gpus), default=1)
     if most < 2:
         return {}
     reason, rank_share = f"up to {most} processes share a GPU", None
-    if (gpu_bytes := _gpu_bytes(config, machine)) and gpus_of_torch(config, machine):
+    if allocation.lent:
+        left, size = left_by_ranks(allocation), _gpu_size(config, machine)
+        reason, rank_share = "servers and ranks use GPUs in turn", left / size if size else _WAITING_SHARE
+        reason += f"; a rank that waits keeps about {left / GIB:.1f} GiB of libraries"
+    elif (gpu_bytes := _gpu_bytes(config, machine)) and gpus_of_torch(config, machine):
         rank_share = (rank := largest_rank(config)) / gpu_bytes
         reason += f"; a rank needs about {rank / GIB:.1f} of {gpu_bytes / GIB:.0f} GiB"
     share = server_share(gpus, rank_share)

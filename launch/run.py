@@ -35,7 +35,7 @@ from realsys.config.device_memory import GIB
 from realsys.config.device_plan import Needs, as_lines, nodes_of, seats_of
 from realsys.config.doors import LOSS
 from realsys.config.machine import Machine
-from realsys.config.memory_check import Place, device_lines, host_line, place_of, smallest_gpu_for_ranks
+from realsys.config.memory_check import Place, device_lines, host_line, place_of, smallest_gpu_for_ranks, turns_line
 from realsys.config.paths import TrialPaths
 from realsys.config.rank_memory import recomputed_of_model
 from realsys.config.rules import check, sampling_warnings
@@ -386,6 +386,8 @@ def _facts(config: Config, sizes: Mapping[str, int], place: Place) -> Iterator[t
     servers, width = allocation.inference.data, allocation.inference.tensor
     layout = f"servers: {servers}" + (f" of {width} devices each" if width > 1 else "")
     yield "engine", f"{config.generation.backend}, {layout}, training ranks: {allocation.workers}"
+    if turns := turns_line(config, place):
+        yield "turns", turns
     name = config.model.path or "made on the spot"
     yield "model", f"{_count(model_of(config).parameters)} parameters in {config.model.dtype}, {name}"
     groups, size = config.train.batch_groups, config.rollout.trained_episodes

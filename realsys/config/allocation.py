@@ -83,6 +83,11 @@ class Allocation:
         """Return True if the server of this index uses devices of workers in turn with them."""
         return server >= self.inference.data - self.lent
 
+    @property
+    def lending(self) -> range:
+        """Indexes of the workers whose devices servers use in turn with them."""
+        return range(self.lent_from, self.lent_from + self.lent * self.inference.tensor)
+
     def placement(self, role: str) -> Placement:
         """Return the placement of ``role``: the actor's if the expression does not name the role."""
         return self.roles.get(role, self.roles[ACTOR])

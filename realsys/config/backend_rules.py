@@ -1,6 +1,6 @@
 """Rules of a generation backend that other processes than its server need.
 
-    launcher ──────> check, check_machine, capacity, running, sizes, memory_bytes, own_torch, holding, sharing
+    launcher ──────> check, check_machine, capacity, running, sizes, memory_bytes, own_torch, sleeps, holding, sharing
     RolloutWorker ─> start_timeout_s
 
 A backend (``realsys.generation.backend.Backend``) derives from BackendRules and adds ``build``. Launcher and
@@ -79,6 +79,10 @@ class BackendRules:
 
     def grammars(self) -> bool:
         """Return True if the engine can keep a completion to a grammar (``SamplingParams.structural_tag``)."""
+        return False
+
+    def sleeps(self, *, on_gpu: bool) -> bool:
+        """Return True if a server can release the memory of weights and cache, so that ranks may use its device."""
         return False
 
     def start_timeout_s(self) -> float:

@@ -190,7 +190,7 @@ def with_offload(flow: Dataflow, config: Config) -> Dataflow:
     for call in flow.calls:
         if role_settings(config, call.role).offload != "none":
             call = replace(call, pre_hooks=("onload", *call.pre_hooks))
-        if _own_offload(config, call.role) != "none":
+        if own_offload(config, call.role) != "none":
             call = replace(call, post_hooks=(*call.post_hooks, "offload"))
         calls.append(call)
     return Dataflow(calls, flow.source_keys)
@@ -253,7 +253,7 @@ def role_settings(config: Config, role: str) -> RoleSettings:
     """Return the settings of ``role``. Raises ConfigError for a role that is not configured."""
     train, path = config.train, config.model.path
     # Ranks that leave their devices to servers leave nothing there.
-    offload = "all" if lent_servers(config) else _own_offload(config, role)
+    offload = "all" if lent_servers(config) else own_offload(config, role)
     if role == ACTOR:
         return RoleSettings(ACTOR, path, "lm", offload, train.optimizer, train.lora)
     if role not in config.roles:
@@ -264,7 +264,7 @@ def role_settings(config: Config, role: str) -> RoleSettings:
     return RoleSettings(role, own.path or path, own.head, offload, optimizer, as_actor=not own.path)
 
 
-def _own_offload(config: Config, role: str) -> Offload:
+def own_offload(config: Config, role: str) -> Offload:
     """Return what the role moves to the host between two of its calls. It stays where it is until it is configured."""
     if role == ACTOR:
         return config.train.offload

@@ -6,17 +6,17 @@
                                       memory_check                     realsys run --dry-run
 
 The peak of a rank is that of the most demanding call of any of its roles. While one role computes, the others have
-what their ``offload`` leaves on the device.
+what their ``offload`` leaves on the device. If servers and ranks use a device in turn, each side has in its turn all
+but the libraries of the other. Without GPUs, the host needs the memory of the greater turn.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from realsys.config.allocation import ACTOR, Allocation, ParallelLayout
 from realsys.config.backend_rules import GPU_SHARE, backend_rules, sizes_of
-from realsys.config.dataflow import Dataflow, RoleSettings, role_settings, saved_roles
+from realsys.config.dataflow import Dataflow, RoleSettings, own_offload, role_settings, saved_roles
 from realsys.config.rank_memory import (
     BYTES,
     FP32,
@@ -56,6 +56,7 @@ class DeviceUse:
     layers    activations and temporaries of the decoder layers, ``head`` those of the output head
     step      temporaries of the optimizer's step, if they are the peak
     cache     keys and values
+    waiting   libraries of the process that waits for its turn on the device
     """
 
     owner: str
@@ -68,6 +69,7 @@ class DeviceUse:
     step: int = 0
     cache: int = 0
     libraries: int = 0
+    waiting: int = 0
 
     @property
     def total(self) -> int:
@@ -92,19 +94,21 @@ def rank_uses(config: Config, allocation: Allocation, flow: Dataflow, *, on_gpu:
     Ranks are alike if they are on the same pipeline stage of the same roles. Without a GPU the memory is the host's.
     """
     roles = list(dict.fromkeys([ACTOR, *flow.roles]))
-    alike: dict[tuple[tuple[str, int], ...], list[int]] = {}
+    alike: dict[tuple[tuple[tuple[str, int], ...], bool], list[int]] = {}
     for worker in range(allocation.workers):
         stages = tuple((role, stage) for role in roles if (stage := _stage(allocation, role, worker)) is not None)
-        alike.setdefault(stages, []).append(worker)
+        alike.setdefault((stages, worker in allocation.lending), []).append(worker)
     found: dict[tuple[str, int], _RoleOnRank] = {}
     uses = []
-    for stages, workers in alike.items():
+    for (stages, lends), workers in alike.items():
         for role, stage in stages:
             if (role, stage) not in found:
                 found[role, stage] = _role_on_rank(config, allocation, flow, role, stage, on_gpu=on_gpu)
         owner = f"model_worker/{workers[0]}" + (f"-{workers[-1]}" if len(workers) > 1 else "")
-        libraries = LIBRARIES + COMMUNICATOR * _communicators(allocation, [role for role, _ in stages]) if on_gpu else 0
-        uses.append((_peak(owner, [found[key] for key in stages], libraries), len(workers)))
+        owner += " while servers sleep" if lends else ""
+        use = _peak(owner, [found[key] for key in stages], _rank_libraries(allocation, workers[0]) if on_gpu else 0)
+        waiting = _server_libraries(allocation) if on_gpu and lends else 0
+        uses.append((replace(use, waiting=waiting), len(workers)))
     return uses
 
 
@@ -132,7 +136,7 @@ def _role_on_rank(
     peaks = [_use(states, work) for work in works]
     if trains:
         peaks.append(_use(states, PhasePeak(), step=states.temporary))
-    return _RoleOnRank(states, tuple(peaks), settings.offload)
+    return _RoleOnRank(states, tuple(peaks), own_offload(config, role))
 
 
 def _peak(owner: str, roles: list[_RoleOnRank], libraries: int) -> DeviceUse:
@@ -158,9 +162,13 @@ def _stage(allocation: Allocation, role: str, worker: int) -> int | None:
     return rank // (layout.data * layout.tensor) if 0 <= rank < layout.world_size else None
 
 
-def _communicators(allocation: Allocation, roles: Sequence[str]) -> int:
-    """Return how many communicators a rank with these roles has. Roles with one placement share theirs."""
-    placements = {allocation.placement(role) for role in roles}
+def _rank_libraries(allocation: Allocation, worker: int) -> int:
+    return LIBRARIES + COMMUNICATOR * _communicators(allocation, worker)
+
+
+def _communicators(allocation: Allocation, worker: int) -> int:
+    """Return how many communicators a rank has. Roles with one placement share theirs."""
+    placements = {made for role, made in allocation.roles.items() if _stage(allocation, role, worker) is not None}
     # The world has a communicator of its own, unless it is the same as that of all ranks of a role.
     count = int(all(placement.layout.world_size < allocation.workers for placement in placements))
     for layout in (placement.layout for placement in placements):
@@ -189,16 +197,27 @@ def step_settings(config: Config, role: RoleSettings, data: int, *, on_gpu: bool
 # ---- servers
 
 
+def _server_libraries(allocation: Allocation) -> int:
+    return LIBRARIES + COMMUNICATOR * (allocation.inference.tensor > 1)
+
+
+def left_by_ranks(allocation: Allocation) -> int:
+    """Return the most that ranks leave on a GPU while a server uses it, in bytes."""
+    return max((_rank_libraries(allocation, worker) for worker in allocation.lending), default=0)
+
+
 def server_use(config: Config, allocation: Allocation, *, on_gpu: bool) -> DeviceUse:
-    """Return the use of each device of a server. Raises ModelError.
+    """Return the use of each device of a server, of those that use devices in turn if there are any. Raises ModelError.
 
     The embedded engine allocates its whole cache at start: max_running + cache_rows + 1 rows of the longest sequence,
     2 layers kv_heads head_dim w bytes per position. Any other engine is counted with the cache of one sequence, its
     least, on the GPU that has most of the model.
     """
-    model, count = model_of(config), allocation.inference.data
-    owner = "generation_server/0" + (f"-{count - 1}" if count > 1 else "")
-    libraries = LIBRARIES + COMMUNICATOR * (allocation.inference.tensor > 1) if on_gpu else 0
+    model, last = model_of(config), allocation.inference.data - 1
+    first = last + 1 - allocation.lent if allocation.lent else 0
+    owner = f"generation_server/{first}" + (f"-{last}" if last > first else "")
+    owner += " while ranks wait" if allocation.lent else ""
+    libraries, waiting = (_server_libraries(allocation), left_by_ranks(allocation)) if on_gpu else (0, 0)
     position, weights = cache_bytes(config, model), model.parameters * BYTES[config.model.dtype]
     longest = longest_sequence(config)
     if config.generation.backend != "embedded":
@@ -208,13 +227,13 @@ def server_use(config: Config, allocation: Allocation, *, on_gpu: bool) -> Devic
         fullest = max(shards, key=lambda shard: shard.parameters)
         weights = fullest.parameters * BYTES[config.model.dtype]
         cache = longest * position * fullest.layers // (model.layers * sizes.tensor)
-        return DeviceUse(owner, weights, cache=cache, libraries=libraries)
+        return DeviceUse(owner, weights, cache=cache, libraries=libraries, waiting=waiting)
     embedded = config.generation.embedded
     weights += _head_copy(config, model, on_gpu)
     sampling = _SAMPLED * FP32 * embedded.max_running * model.vocab
     rows = embedded.max_running + embedded.cache_rows + 1
     cache = rows * row_bytes(config, model) + embedded.max_running * _context(config) * _STORED_TOKEN
-    return DeviceUse(owner, weights, head=sampling, cache=cache, libraries=libraries)
+    return DeviceUse(owner, weights, head=sampling, cache=cache, libraries=libraries, waiting=waiting)
 
 
 def row_bytes(config: Config, model: HfModel) -> int:
@@ -313,17 +332,24 @@ def host_use(config: Config, allocation: Allocation, flow: Dataflow, here: OnHos
     ranks = servers = 0
     if not here.ranks_on_gpu:
         ranks = sum(use.total * count for use, count in rank_uses(config, allocation, flow, on_gpu=False))
+        ranks = int(ranks * trainer)
     if not here.servers_on_gpu:
-        servers = server_use(config, allocation, on_gpu=False).total * sizes_of(config, allocation).gpus
+        servers = server_use(config, allocation, on_gpu=False).total * sizes_of(config, allocation).gpus * here.servers
+    # On the host, too, those that have the devices in turn have its memory in turn.
+    asleep = servers * allocation.lent // allocation.inference.data
+    if asleep < ranks:
+        servers -= asleep
+    elif asleep:
+        ranks = 0
     return HostUse(
         processes=here.processes,
         snapshot=int(_snapshot_bytes(config, allocation) * min(1.0, trainer * allocation.actor.data) * pinned),
-        offload=int(_offloaded_bytes(config, allocation, flow, on_gpu=here.ranks_on_gpu) * trainer),
+        offload=int(_offloaded_bytes(config, allocation, flow) * trainer) if here.ranks_on_gpu else 0,
         checkpoint=int(_checkpoint_bytes(config, flow) * trainer * pinned),
         published=int(weights * (pinned + (config.weights.delta == "auto") + kept) * trainer),
         staged=copies * weights + here.servers * fused,
-        ranks=int(ranks * trainer),
-        servers=here.servers * servers,
+        ranks=ranks,
+        servers=servers,
     )
 
 
@@ -338,17 +364,17 @@ def _snapshot_bytes(config: Config, allocation: Allocation) -> int:
     return layout.tensor * gradients // FP32 * BYTES[config.model.dtype]
 
 
-def _offloaded_bytes(config: Config, allocation: Allocation, flow: Dataflow, *, on_gpu: bool) -> int:
-    """Return what the roles of all ranks move to the host between their calls. On a CPU it stays host memory."""
+def _offloaded_bytes(config: Config, allocation: Allocation, flow: Dataflow) -> int:
+    """Return what the roles of all ranks move to host memory. On a CPU it goes to files."""
     total = 0
     for role in dict.fromkeys([ACTOR, *flow.roles]):
         settings, layout = role_settings(config, role), allocation.placement(role).layout
-        how = StateSettings(config.model.dtype, role in flow.trained_roles, config.train.distributed_optimizer, on_gpu)
+        how = StateSettings(config.model.dtype, role in flow.trained_roles, config.train.distributed_optimizer, True)
         for stage in range(layout.pipeline if settings.offload != "none" else 0):
             model = model_of(config, role)
             states = states_of(model, shard_of(model, layout, stage), layout, settings, how)
             total += layout.data * layout.tensor * states.moved(settings.offload)
-    return int(total * _PINNED) if on_gpu else total
+    return int(total * _PINNED)
 
 
 def _checkpoint_bytes(config: Config, flow: Dataflow) -> int:

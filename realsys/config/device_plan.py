@@ -4,8 +4,10 @@
     machine ────────┴─> nodes ───┘
 
 one-owner    a GPU has one owner, unless sharing is requested; then a server goes where the fewest others are
+in-turn      a server that the allocation lends devices of workers (`|`) is on their GPUs, and on no others
 one-rank     two training ranks never share a GPU: NCCL refuses it
-whole-group  a block has neighbouring GPUs of one node: the ranks of a tensor-parallel group, or the stages of a server
+whole-group  a block has neighbouring GPUs of one node: the ranks of a tensor-parallel group or under one server, or the
+             stages of a server
 all-placed   every process has a seat, or the plan is refused
 
 Blocks are placed in their order, each on the first node with room: training ranks fill the nodes from the first one on,
@@ -59,6 +61,7 @@ class Block:
     parts    equal parts of a server that may sit on different nodes: its pipeline stages
     on_first the block belongs on the first node
     init     port at which the nodes of server 0 find each other, if it spans nodes; the next server has the next port
+    workers  training ranks whose GPUs a server uses in turn with them
     """
 
     kind: Kind
@@ -69,6 +72,7 @@ class Block:
     parts: int = 1
     on_first: bool = False
     init: int = FIRST_INIT_PORT
+    workers: range = range(0)
 
     @property
     def name(self) -> str:
@@ -157,12 +161,22 @@ def _blocks(config: Config, machine: Machine, node: NodeDevices) -> list[Block]:
     server = _server(config, allocation, backend, node, servers_use_gpus(config, machine, backend))
     servers, ports = allocation.inference.data, port_range(config.cluster.ports)
     init = max(ports[0], ports[-1] + 1 - servers) if ports else FIRST_INIT_PORT
-    blocks += [Block(SERVER, range(n, n + 1), *server, init=init) for n in range(servers)]
+    lending = _lending(allocation) if on_gpus and not config.evaluate_only else {}
+    blocks += [
+        Block(SERVER, range(n, n + 1), *server, init=init, workers=lending.get(n, range(0))) for n in range(servers)
+    ]
     workers, reward = config.rollout.workers, config.rollout.reward
     judging = 1 + reward.processes
     threads = 1 if reward.services else judging
     blocks += [Block("reward_service", range(n, n + 1), 0, judging, light) for n in range(reward.services)]
     return blocks + [Block("rollout_worker", range(n, n + 1), 0, threads, light) for n in range(workers)]
+
+
+def _lending(allocation: Allocation) -> dict[int, range]:
+    """Return the workers on whose devices each server is that uses them in turn."""
+    width, first = allocation.inference.tensor, allocation.inference.data - allocation.lent
+    starts = enumerate(range(allocation.lending.start, allocation.lending.stop, width), first)
+    return {server: range(start, start + width) for server, start in starts}
 
 
 def _server(
@@ -179,9 +193,11 @@ def _server(
 def tensor_groups(allocation: Allocation, roles: Collection[str]) -> list[range]:
     """Return the ranks that must share a node, as ascending ranges: the tensor-parallel groups of all roles.
 
-    Groups of different roles that overlap are joined.
+    Groups of different roles that overlap are joined, and those under one server.
     """
     starts = set(range(allocation.workers))
+    for workers in _lending(allocation).values():
+        starts -= set(workers[1:])
     for role in roles:
         placement = allocation.placement(role)
         width = placement.layout.tensor
@@ -223,13 +239,14 @@ def _check_sum(used: Sequence[_Used], blocks: Sequence[Block], share: bool) -> N
     """Refuse a plan that needs more GPUs than there are."""
     there = sum(each.node.gpus for each in used)
     for_ranks = sum(len(block.indexes) * block.gpus for block in blocks if block.kind == RANK)
-    for_servers = sum(block.gpus for block in blocks if block.kind == SERVER)
+    for_servers = sum(block.gpus for block in blocks if block.kind == SERVER and not block.workers)
     if for_ranks > there:
         raise _Refused(f"{for_ranks} training ranks need a GPU each, and there are {there}: lower the training part")
     if for_ranks + for_servers > there and not share:
         parts = f"{for_ranks} for training ranks, {for_servers} for servers"
         problem = f"{for_ranks + for_servers} GPUs are needed ({parts}), and there are {there}"
-        raise _Refused(f"{problem}: lower a part, or share GPUs with cluster.share_gpus=true")
+        remedy = "join server and ranks with | to use the same GPUs in turn, or share them with cluster.share_gpus=true"
+        raise _Refused(f"{problem}: lower a part, {remedy}")
 
 
 def _place_block(block: Block, used: Sequence[_Used], share: bool) -> list[Seat]:
@@ -239,6 +256,11 @@ def _place_block(block: Block, used: Sequence[_Used], share: bool) -> list[Seat]
     if not block.gpus:
         target = used[0] if block.on_first else min(used, key=lambda each: each.load)
         return [target.sit(block, index, ()) for index in block.indexes]
+    if block.workers:
+        for each in used:
+            under = [seat for seat in each.seats if seat.kind == RANK and seat.index in block.workers]
+            if under:
+                return [each.sit(block, block.indexes[0], tuple(seat.gpus[0] for seat in under))]
     if block.kind == SERVER:
         # the fewest nodes that divide its parts, with the same number of GPUs on each
         [index] = block.indexes

@@ -39,6 +39,7 @@ _NAMES = {
     "cache": "KV cache",
     "head": "output head",
     "layers": "activations",
+    "waiting": "the process that waits",
 }
 #: share of a GPU that is left to kernels and buffers of its processes
 _UNPLANNED = 0.1
@@ -142,7 +143,8 @@ def _check_ranks(config: Config, allocation: Allocation, flow: Dataflow, place: 
 
 def _other_allocation(config: Config, allocation: Allocation, place: Place) -> str:
     """Return what to do if no setting is enough: more of the same GPUs for training, or a smaller run."""
-    gpus = allocation.workers + allocation.inference.data * sizes_of(config, allocation).gpus
+    own = allocation.inference.data - allocation.lent
+    gpus = allocation.workers + own * sizes_of(config, allocation).gpus
     text = None if len(allocation.roles) > 1 else smallest_training(config, gpus, place.gpu_bytes)
     if text is None:
         return "no setting is enough: use more GPUs with a larger m or p, train.lora.rank, or a smaller model"
@@ -291,19 +293,39 @@ def smallest_gpu_for_ranks(config: Config) -> int:
 
 
 def device_lines(config: Config, place: Place) -> list[str]:
-    """Return a table with a line for each kind of training rank, and one for a server. Raises ModelError.
+    """Return a table with a line for each kind of training rank and of server. Raises ModelError.
 
-    ``other``: other roles, temporaries of the optimizer's step, libraries. A peak is that of the phase that needs most.
+    ``other``: other roles, temporaries of the optimizer's step, libraries, also those of a process that waits for its
+    turn. A peak is that of the phase that needs most.
     """
     allocation, here = parse_allocation(config.allocation), place.here
     uses = [use for use, _ in rank_uses(config, allocation, dataflow_of(config), on_gpu=here.ranks_on_gpu)]
-    server = server_use(config, allocation, on_gpu=here.servers_on_gpu)
-    is_large = max(use.total for use in (*uses, server)) >= GIB
+    servers = [server_use(config, each, on_gpu=here.servers_on_gpu) for each in _alike_servers(allocation)]
+    is_large = max(use.total for use in (*uses, *servers)) >= GIB
     unit, name = (GIB, "GiB") if is_large else (1 << 20, "MiB")
     limits = [_usable(config, place, unit, on_gpu=here.ranks_on_gpu, server=False) for _ in uses]
-    limits.append(_usable(config, place, unit, on_gpu=here.servers_on_gpu, server=True))
-    rows = [_row(use, unit, limit) for use, limit in zip((*uses, server), limits, strict=True)]
+    limits += [_usable(config, place, unit, on_gpu=here.servers_on_gpu, server=True) for _ in servers]
+    rows = [_row(use, unit, limit) for use, limit in zip((*uses, *servers), limits, strict=True)]
     return _aligned([(f"device, {name}", *_COLUMNS), *rows])
+
+
+def _alike_servers(allocation: Allocation) -> list[Allocation]:
+    """Return the allocation of the servers with devices of their own, if there are both kinds, and the whole one."""
+    own, inference = allocation.inference.data - allocation.lent, allocation.inference
+    both = allocation.lent and own
+    return [*([replace(allocation, inference=replace(inference, data=own), lent=0)] if both else []), allocation]
+
+
+def turns_line(config: Config, place: Place) -> str:
+    """Return which servers use devices in turn with ranks, and where these keep their memory; "" if none does."""
+    allocation = parse_allocation(config.allocation)
+    if not allocation.lent:
+        return ""
+    offloaded = place.fullest_host(config)[1].offload
+    kept = f"{offloaded / GIB:.1f} GiB of host memory" if place.here.ranks_on_gpu else "files"
+    servers, ranks = f"{allocation.lent} of {allocation.inference.data} servers", len(allocation.lending)
+    both = f"{servers} and {ranks} of {allocation.workers} training ranks use the same devices in turn"
+    return f"{both}; while the servers serve, models and optimizers of the ranks are in {kept}"
 
 
 def host_line(config: Config, place: Place) -> str:
@@ -321,7 +343,7 @@ def _usable(config: Config, place: Place, unit: int, *, on_gpu: bool, server: bo
 
 
 def _row(use: DeviceUse, unit: int, usable: str) -> tuple[str, ...]:
-    other = use.others + use.step + use.libraries
+    other = use.others + use.step + use.libraries + use.waiting
     sizes = (use.weights, use.gradients, use.optimizer, use.layers, use.head, use.cache, other, use.total)
     return (use.owner, *(f"{size / unit:.1f}" if size else "-" for size in sizes), usable)
 

@@ -7,13 +7,21 @@ from __future__ import annotations
 
 import itertools
 import math
+import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from realsys.config.allocation import ACTOR, Allocation, ParallelLayout, allocation_text, parse_allocation
+from realsys.config.allocation import (
+    ACTOR,
+    Allocation,
+    ParallelLayout,
+    allocation_text,
+    lent_servers,
+    parse_allocation,
+)
 from realsys.config.backend_rules import sizes_of
-from realsys.config.dataflow import Dataflow, dataflow_of, role_field, role_settings
+from realsys.config.dataflow import Dataflow, dataflow_of, own_offload, role_field
 from realsys.config.device_memory import GIB, rank_uses, server_use, usable_bytes
 from realsys.config.fields import replaced
 from realsys.config.schema import Config
@@ -45,7 +53,7 @@ class Remedy:
     values: dict[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        return " ".join(f"{name}={_text(value)}" for name, value in self.values.items())
+        return " ".join(shlex.quote(f"{name}={_text(value)}") for name, value in self.values.items())
 
     def apply(self, config: Config) -> Config:
         for name, value in self.values.items():
@@ -97,7 +105,7 @@ def _tensor_ranks(config: Config) -> Iterator[Remedy]:
     while tensor <= MOST_TENSOR and old.data * old.tensor % tensor == 0:
         if divides(model, tensor):
             layout = ParallelLayout(old.data * old.tensor // tensor, old.pipeline, tensor)
-            text = allocation_text(allocation.inference, layout)
+            text = allocation_text(allocation.inference, layout, allocation.lent)
             yield Remedy(_TENSOR_COST * math.log2(tensor / old.tensor), {"allocation": text})
         tensor *= 2
 
@@ -127,8 +135,8 @@ def _offloads(config: Config, flow: Dataflow) -> Iterator[Remedy]:
     if len(flow.roles) < 2:
         return
     for role in flow.roles:
-        if role_settings(config, role).offload == "none":
-            kind = "optimizer" if role in flow.trained_roles else "all"
+        if own_offload(config, role) == "none":
+            kind = "optimizer" if role in flow.trained_roles and not lent_servers(config) else "all"
             yield Remedy(8.0 if role in flow.trained_roles else 3.0, {f"{_section(role)}.offload": kind})
 
 
@@ -139,7 +147,7 @@ def _host_switches(config: Config) -> Iterator[Remedy]:
     if config.weights.delta != "off":
         yield Remedy(2.0, {"weights.delta": "off"})
     for role in dataflow_of(config).roles:
-        if role_settings(config, role).offload != "none":
+        if own_offload(config, role) != "none":
             yield Remedy(4.0, {f"{_section(role)}.offload": "none"})
 
 

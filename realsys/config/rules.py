@@ -20,7 +20,7 @@ import msgspec
 from realsys.agent_runner.contract import NATIVE, kind_of
 from realsys.config.allocation import ACTOR, Allocation, parse_allocation
 from realsys.config.backend_rules import BackendRules, backend_rules
-from realsys.config.dataflow import Dataflow, check_calls, dataflow_of, role_field, role_settings
+from realsys.config.dataflow import Dataflow, check_calls, dataflow_of, own_offload, role_field, role_settings
 from realsys.config.device_plan import nodes_of, seats_of
 from realsys.config.doors import AGENT, BACKEND, CALL_HANDLER, ENVIRONMENT, JUDGE, LAYOUT, TRANSPORT, VERIFIER
 from realsys.config.evaluation_sets import evaluation_sets, verifier_arguments, verifier_field
@@ -69,6 +69,8 @@ def check(config: Config, machine: Machine) -> Allocation:
     backend = backend_rules(config)
     _check_generation(config, allocation, backend)
     place = _check_machine(config, allocation, machine, backend)
+    on_gpus = place.here.ranks_on_gpu, place.here.servers_on_gpu
+    check_lending(config, allocation, backend, ranks_on_gpu=on_gpus[0], servers_on_gpu=on_gpus[1])
     _check_rollout(config)
     _check_sets(config)
     _check_gpus(config, machine, backend)
@@ -123,6 +125,42 @@ def _check_machine(config: Config, allocation: Allocation, machine: Machine, bac
     seats_of(config, machine, nodes_of(config, machine))
     with BACKEND.guard(config.generation.backend, "memory_bytes raised"):
         return place_of(config, allocation, backend, machine)
+
+
+def check_lending(
+    config: Config, allocation: Allocation, backend: BackendRules, *, ranks_on_gpu: bool, servers_on_gpu: bool
+) -> None:
+    """Refuse servers that cannot use devices of training ranks in turn with them. Raises ConfigError."""
+    if not allocation.lent:
+        return
+    plus = "join their part with + in allocation"
+    servers = "a server uses" if allocation.lent == 1 else f"{allocation.lent} servers use"
+    servers += " devices of training ranks"
+    if config.evaluate_only:
+        raise ConfigError("allocation", config.allocation, f"an evaluation has no training ranks to share with: {plus}")
+    if config.cluster.share_gpus:
+        problem = f"{servers} in turn, when each side has all of the memory: set it to false"
+        raise ConfigError("cluster.share_gpus", True, problem)
+    if ranks_on_gpu != servers_on_gpu:
+        owner = "servers" if servers_on_gpu else "training ranks"
+        raise ConfigError("allocation", config.allocation, f"only {owner} have GPUs here: {plus}")
+    name = config.generation.backend
+    with BACKEND.guard(name, "sleeps or sizes raised"):
+        sleeps, gpus = backend.sleeps(on_gpu=servers_on_gpu), backend.sizes(allocation).gpus
+    if not sleeps:
+        problem = f"{servers}, and this engine cannot release its memory{'' if servers_on_gpu else ' on a CPU'}"
+        raise ConfigError("generation.backend", name, f"{problem}: {plus}, or use generation=embedded")
+    if gpus != allocation.inference.tensor:
+        problem = f"a server has {gpus} GPUs by the options of {name}, and {allocation.inference.tensor} by m"
+        raise ConfigError("allocation", config.allocation, f"{problem}: set m, and remove the options")
+    if not config.asynchronous.interruptible:
+        problem = f"{servers}, and cannot keep completions while these compute: set it to true"
+        raise ConfigError("asynchronous.interruptible", False, problem)
+    for role in dict.fromkeys([ACTOR, *dataflow_of(config).roles]):
+        if own_offload(config, role) == "optimizer":
+            section = "train" if role == ACTOR else role_field(role)
+            problem = f"{servers} in turn, and this leaves the weights there: set it to none or all"
+            raise ConfigError(f"{section}.offload", "optimizer", problem)
 
 
 def _check_gpus(config: Config, machine: Machine, backend: BackendRules) -> None:

@@ -244,7 +244,8 @@ class Config(Section):
     fileroot: str = Field("runs", description="folder of all trials: {fileroot}/{experiment}/{trial}")
     seed: NonNegative = Field(1, description="seed of data, sampling and the tiny model's weights")
     allocation: str = Field(
-        "serve.d1p1m1+d1p1m1", description="inference + training parallelism, or auto; docs/allocation.md"
+        "serve.d1p1m1+d1p1m1",
+        description="inference + training parallelism, side by side or in turn, or auto; docs/allocation.md",
     )
     evaluate_only: bool = Field(
         False, description="serve the model and evaluate it, without ModelWorkers; `realsys eval` sets it"

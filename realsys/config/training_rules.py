@@ -19,10 +19,9 @@ def check_training(config: Config, allocation: Allocation, flow: Dataflow) -> No
         for field, optimizer in _optimizers(config, flow):
             _check_sharded(field, optimizer)
     for role in flow.roles:
-        settings = role_settings(config, role)
-        if role in flow.trained_roles or role == ACTOR:
+        if role_settings(config, role).offload != "optimizer":
             continue
-        if settings.offload == "optimizer":
+        if role not in flow.trained_roles and role != ACTOR:
             problem = "must be none or all: the role is not trained and has no optimizer"
             raise ConfigError(f"{role_field(role)}.offload", "optimizer", problem)
     _check_rewards(config)

@@ -34,6 +34,7 @@ from realsys.lab.planner.predictions import (
     what_ifs,
 )
 from realsys.lab.planner.recorded_run import Recording, read_recording
+from realsys.lab.planner.steady_state import check_apart
 from realsys.launch.commands.options import add_config_dir, add_json, amount, count, find_trial
 from realsys.launch.fit import fit as fit_config
 from realsys.launch.prepare import resolve
@@ -67,6 +68,7 @@ def run(args: Namespace) -> int:
     if args.devices == 1:
         raise ConfigError("--devices", args.devices, "must be at least 2: one for a server and one for the trainer")
     recording = read_recording(find_trial(args.folder).root)
+    check_apart(recording.config)
     config = _config(args.overrides, recording, args.config_dir)
     cores = _shared_cores(recording) if args.cores is None else args.cores
     devices = args.devices or (round(cores) if cores else devices_of(config))

@@ -57,6 +57,9 @@ class GroupTransport(MemoryTransport):
         if allocation.inference.pipeline > 1:
             problem = "with weights.transport=group a server has no stages: use tensor parallelism, or memory"
             raise ConfigError("allocation", self.config.allocation, problem)
+        if allocation.lent:
+            problem = "with weights.transport=group ranks send what they have on their GPUs, which servers use in turn"
+            raise ConfigError("allocation", self.config.allocation, f"{problem}: use weights.transport=memory")
         if self.config.cluster.share_gpus:
             problem = "a GPU cannot be in a group twice: use weights.transport=memory"
             raise ConfigError("cluster.share_gpus", True, problem)

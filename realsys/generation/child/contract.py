@@ -235,6 +235,7 @@ class EngineLaunch(ABC):
     tokenizer  the engine loads the model's tokenizer and turns every token into text
     shared     training ranks or other servers may be on its GPUs: they and the engine start at the same time, so
                either may be first
+    lent       its devices are those of training ranks, and it releases their memory while these compute
 
     api, share_option, too_little  of the engine: its API, its option for the memory of weights and cache, and its
                                    words for a GPU that has less than that
@@ -255,6 +256,7 @@ class EngineLaunch(ABC):
     options: Mapping[str, Any]
     tokenizer: bool = False
     shared: bool = False
+    lent: bool = False
 
     @abstractmethod
     def command(self, port: int) -> list[str]:

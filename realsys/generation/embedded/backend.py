@@ -49,6 +49,9 @@ class EmbeddedBackend(Backend):
     def running(self, cached: Callable[[], int]) -> int:
         return self.config.generation.embedded.max_running
 
+    def sleeps(self, *, on_gpu: bool) -> bool:
+        return True
+
     def holding(self, episodes: int, spare: Callable[[], int]) -> dict[str, Any]:
         """Choose a row of the cache for each episode, because its next turn needs its keys."""
         waiting = episodes - self.config.generation.embedded.max_running

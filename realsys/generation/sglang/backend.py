@@ -64,6 +64,9 @@ class SglangBackend(Backend):
     def start_timeout_s(self) -> float:
         return self.config.generation.sglang.start_timeout_s
 
+    def sleeps(self, *, on_gpu: bool) -> bool:
+        return on_gpu  # on a CPU it keeps its memory
+
     def sizes(self, allocation: Allocation) -> ServerSizes:
         return sglang_server_sizes(self.config.generation.sglang, allocation.inference.tensor)
 
@@ -138,6 +141,7 @@ def _tokenizer(model_path: Path, config: Config) -> Tokenizer | None:
 
 def _launch(model_path: Path, config: Config, index: int, span: NodeSpan, tokenizer: Tokenizer | None) -> Launch:
     generation, given = config.generation, sglang_options(config.generation.sglang)
+    allocation = parse_allocation(config.allocation)
     gpus = bool(Machine.here().gpus)
     context = int(given.pop("context-length", 0)) or longest_sequence(config)
     return Launch(
@@ -146,13 +150,14 @@ def _launch(model_path: Path, config: Config, index: int, span: NodeSpan, tokeni
         dtype=config.model.dtype,
         fp32_head=config.model.head_dtype == "float32",
         context=context,
-        tensor=parse_allocation(config.allocation).inference.tensor,
+        tensor=allocation.inference.tensor,
         seed=config.seed + index,
         threads=config.cluster.threads,
         gpus=gpus,
         options=given,
         tokenizer=tokenizer is not None,
         span=span,
-        shared=config.cluster.share_gpus,
+        shared=config.cluster.share_gpus or allocation.is_lent(index),
+        lent=allocation.is_lent(index),
         receives=config.weights.transport == "group",
     )

@@ -49,6 +49,8 @@ class Launch(EngineLaunch):
         module = "sglang.launch_server" if self.gpus else "realsys_sglang_cpu.server"
         options = {**self._own_options(), **self.options}
         fixed: dict[str, Any] = {"model-path": str(self.model_path), "host": LOOPBACK, "port": port}
+        if self.lent:
+            fixed["enable-memory-saver"] = True
         if self.span.nodes > 1:
             meeting = {"node-rank": self.span.rank, "dist-init-addr": self.span.init_address}
             fixed |= {"nnodes": self.span.nodes, **meeting}

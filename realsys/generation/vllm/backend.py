@@ -90,6 +90,8 @@ class VllmLaunch(EngineLaunch):
             "max-logprobs": MAX_LOGPROBS,
             "worker-extension-cls": "realsys_vllm.WorkerCalls",
         }
+        if self.lent:
+            fixed["enable-sleep-mode"] = True
         flags = command_line_flags({**options, **self.options, **fixed})
         return [self.python, "-m", "vllm.entrypoints.cli.main", "serve", str(self.model_path), *flags]
 
@@ -157,6 +159,9 @@ class VllmBackend(Backend):
     def start_timeout_s(self) -> float:
         return self._timeouts[0]
 
+    def sleeps(self, *, on_gpu: bool) -> bool:
+        return on_gpu  # on a CPU it keeps its memory
+
     def memory_bytes(self, node: NodeDevices) -> int:
         return 0 if node.gpus else _CPU_BYTES
 
@@ -183,22 +188,9 @@ class VllmBackend(Backend):
 
         Raises ModelError for a model that realsys cannot train.
         """
-        config, given = self.config, dict(self._options)
-        gpus = bool(Machine.here().gpus)
-        tokenizer = tokenizer_of(model_path, config.generation.sampling, given)
-        launch = VllmLaunch(
-            python=VLLM.interpreter(self._python, gpus=gpus),
-            model_path=model_path,
-            dtype=config.model.dtype,
-            context=int(given.pop("max-model-len", 0)) or longest_sequence(config),
-            tensor=parse_allocation(config.allocation).inference.tensor,
-            seed=config.seed + index,
-            threads=config.cluster.threads,
-            gpus=gpus,
-            options=given,
-            tokenizer=tokenizer is not None,
-            shared=config.cluster.share_gpus,
-        )
+        config = self.config
+        tokenizer = tokenizer_of(model_path, config.generation.sampling, self._options)
+        launch = self.launch(model_path, index=index, tokenizer=tokenizer is not None)
         return build_child_engine(
             launch,
             config,
@@ -207,4 +199,24 @@ class VllmBackend(Backend):
             context=launch.context,
             tokenizer=tokenizer,
             timeouts=self._timeouts,
+        )
+
+    def launch(self, model_path: Path, *, index: int, tokenizer: bool) -> VllmLaunch:
+        """Return the settings of one start of the server ``index``."""
+        config, given = self.config, dict(self._options)
+        allocation = parse_allocation(config.allocation)
+        gpus = bool(Machine.here().gpus)
+        return VllmLaunch(
+            python=VLLM.interpreter(self._python, gpus=gpus),
+            model_path=model_path,
+            dtype=config.model.dtype,
+            context=int(given.pop("max-model-len", 0)) or longest_sequence(config),
+            tensor=allocation.inference.tensor,
+            seed=config.seed + index,
+            threads=config.cluster.threads,
+            gpus=gpus,
+            options=given,
+            tokenizer=tokenizer,
+            shared=config.cluster.share_gpus or allocation.is_lent(index),
+            lent=allocation.is_lent(index),
         )

@@ -19,7 +19,7 @@ from realsys.config.schema import Config
 from realsys.errors import ConfigError
 from realsys.lab.planner.cost_fit import MEMBERS
 from realsys.lab.planner.parameters import Fit, Parameters
-from realsys.lab.planner.steady_state import SHORT, STEPS, SteadyState, check_layouts, simulate
+from realsys.lab.planner.steady_state import SHORT, STEPS, SteadyState, check_apart, check_layouts, simulate
 
 SEEDS = (1, 2, 3)
 PREDICT_SIMULATIONS = len(SEEDS) + 1 + MEMBERS
@@ -106,8 +106,8 @@ MOST_SPLITS = 7  # more are thinned out, evenly
 
 
 def devices_of(config: Config) -> int:
-    """Return the number of devices of ``config.allocation``."""
-    allocation = parse_allocation(config.allocation)
+    """Return the number of devices of ``config.allocation``. Raises ConfigError if servers take turns with ranks."""
+    allocation = check_apart(config)
     return allocation.inference.world_size + allocation.workers
 
 
@@ -117,7 +117,7 @@ def splits(config: Config, devices: int) -> list[str]:
     A server and a data rank of the trainer keep their size (tensor and pipeline parallelism); their numbers change. A
     batch must have an episode for each data rank. With several roles in the expression only the recorded one is left.
     """
-    allocation = parse_allocation(config.allocation)
+    allocation = check_apart(config)
     if len(allocation.roles) > 1:
         return [config.allocation]
     server, rank = allocation.inference, allocation.actor

@@ -187,12 +187,21 @@ def trainer_cores(config: Config, allocation: Allocation) -> int:
 
 
 def check_layouts(recorded: Config, config: Config) -> None:
-    """Raise ConfigError if a server or a data rank has another size than in the recorded run."""
-    before, after = parse_allocation(recorded.allocation), parse_allocation(config.allocation)
+    """Raise ConfigError if a server or a data rank has another size than in the recorded run, or if they take turns."""
+    before, after = check_apart(recorded), check_apart(config)
     sizes = [(layout.pipeline, layout.tensor) for layout in (before.inference, before.actor)]
     if sizes != [(layout.pipeline, layout.tensor) for layout in (after.inference, after.actor)]:
         problem = f"has other sizes p and m than the recorded run ({recorded.allocation}): record a run with these"
         raise ConfigError("allocation", config.allocation, problem)
+
+
+def check_apart(config: Config) -> Allocation:
+    """Return the allocation. Raises ConfigError if servers use devices in turn with training ranks."""
+    allocation = parse_allocation(config.allocation)
+    if allocation.lent:
+        problem = "the simulation does not know servers and training ranks that use devices in turn"
+        raise ConfigError("allocation", config.allocation, f"{problem}: record and plan runs with + in place of |")
+    return allocation
 
 
 def endless(config: Config, seed: int) -> Config:

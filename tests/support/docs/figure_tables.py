@@ -6,7 +6,7 @@ from collections.abc import Callable
 from realsys.observe.spans import SPANS
 from tests.support.docs import serving_tables, training_tables
 from tests.support.docs.figures import ROOT, load, row_of, rows_of
-from tests.support.docs.memory_settings import memory_settings
+from tests.support.docs.memory_settings import memory_settings, one_gpu
 from tests.support.docs.training_tables import table
 
 
@@ -91,6 +91,7 @@ TABLES: dict[str, Callable[[], str]] = {
         readme_results,
         layers,
         memory_settings,
+        one_gpu,
         spans,
         training_tables.arith,
         training_tables.smol,

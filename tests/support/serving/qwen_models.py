@@ -13,13 +13,15 @@ _KEYS = (
     "tie_word_embeddings",
 )
 _SIZES = {
+    "0.5B": (896, 4864, 24, 14, 2, 151936, True),
     "1.5B": (1536, 8960, 28, 12, 2, 151936, True),
+    "3B": (2048, 11008, 36, 16, 2, 151936, True),
     "7B": (3584, 18944, 28, 28, 4, 152064, False),
     "14B": (5120, 13824, 48, 40, 8, 152064, False),
     "32B": (5120, 27648, 64, 40, 8, 152064, False),
 }
 _QWEN3_4B = (2560, 9728, 36, 32, 8, 151936, True)
-QWEN = tuple(_SIZES)
+QWEN = ("1.5B", "7B", "14B", "32B")
 
 
 def write_qwen(folder: Path, name: str, **changes: object) -> Path:

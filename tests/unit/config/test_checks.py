@@ -15,6 +15,7 @@ from realsys.config.dataflow import Dataflow, FunctionCall, dataflow_of
 from realsys.config.machine import Machine
 from realsys.config.rules import check, check_made_model, check_models
 from realsys.errors import ConfigError, ModelError
+from realsys.generation.backend import Backend
 from tests.support.processes.config_trees import changed
 
 CPU = Machine(cpus=8, memory_bytes=64 << 30)
@@ -171,6 +172,19 @@ FOUR = (
 )
 LATE = "backend='file': 2 nodes may see its files late.*add name_store=etcd"
 ALLOWED = "cluster.name_store.file_between_hosts=true"
+TURNS = "allocation=serve.d2|d2"
+FAST = (*SGLANG, "model.dtype=bfloat16", "model.head_dtype=float32")
+OWN, WIDE = f"generation.backend={__name__}:Own", "generation.sglang.args={tp-size: 2}"
+NO_CUDA, GROUP = replace(GPU8, torch_has_cuda=False), "weights.transport=group"
+
+
+class Own(Backend):
+    """A backend that says nothing about sleep."""
+
+    def build(self, parts):
+        raise NotImplementedError
+
+
 PAIRS = [
     # a machine and overrides that pass, a machine and overrides that do not, the message
     ((GPU8, *MANY, "cluster.name_store.backend=etcd"), (GPU8, *MANY), "86 processes are too many.*name_store=etcd"),
@@ -180,6 +194,24 @@ PAIRS = [
     ((SMALL, ONE), (SMALL, ONE, *SGLANG), r"need about 4\.\d GiB, 4\.0 GiB are free"),
     # a server may share the GPU of a rank; two ranks need two GPUs
     ((GPU1, ONE, SHARE), (GPU1, "allocation=serve.d1+d2", SHARE), "2 training ranks need a GPU each, and there are 1"),
+    # servers that use devices of ranks in turn
+    ((CPU, TURNS), (CPU, TURNS, "evaluate_only=true"), "has no training ranks to share with: join their part with +"),
+    ((CPU, TURNS), (CPU, TURNS, SHARE), "share_gpus=True: 2 servers use devices.* in turn, .*: set it to false"),
+    ((CPU, TURNS), (CPU, TURNS, "asynchronous.interruptible=false"), "cannot keep completions.*: set it to true"),
+    (
+        (CPU, TURNS),
+        (CPU, TURNS, "train.offload=optimizer"),
+        "2 servers use devices .*leaves the weights there: set it to none or all",
+    ),
+    (
+        (CPU, TURNS),
+        (CPU, TURNS, *SGLANG),
+        "'sglang': 2 servers .* cannot release its memory on a CPU: join .*embedded",
+    ),
+    ((GPU8, TURNS, *FAST), (GPU8, TURNS, *FAST, OWN), "'.*:Own': 2 servers .* cannot release its memory: join"),
+    ((GPU8, TURNS, *FAST), (GPU8, TURNS, *FAST, WIDE), "a server has 2 GPUs by the options of sglang, and 1 by m"),
+    ((GPU8, TURNS, *FAST), (NO_CUDA, TURNS, *FAST), "only servers have GPUs here: join"),
+    ((CPU, TURNS), (CPU, TURNS, GROUP), "ranks send what they have on their GPUs"),
     # a plan for other machines ignores this one
     ((TINY, *FOUR), (CPU, *FOUR, "cluster.cpus_per_node=1", "rollout.workers=134"), "1 CPU cores; at most 32 on node0"),
     ((CPU, *SLOW), (CPU, *SLOW, "cluster.gpus_per_node=2"), "backend='embedded': is slow on GPUs"),

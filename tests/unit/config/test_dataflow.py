@@ -5,7 +5,15 @@ from dataclasses import replace
 import pytest
 
 from realsys.algorithm import dataflows
-from realsys.config.dataflow import KV_VERSIONS, Dataflow, FunctionCall, check_calls, dataflow_of, saved_roles
+from realsys.config.dataflow import (
+    KV_VERSIONS,
+    Dataflow,
+    FunctionCall,
+    check_calls,
+    dataflow_of,
+    role_settings,
+    saved_roles,
+)
 from realsys.errors import ConfigError
 from tests.support.processes.config_trees import changed
 
@@ -119,6 +127,30 @@ def test_offloaded_roles_are_brought_in_for_their_calls():
     config = changed("train.ppo.kl.coef=0.1", "roles.ref.offload=all")
     hooks = {c.name: (c.pre_hooks, c.post_hooks) for c in dataflow_of(config).calls}
     assert hooks == {"actor_inf": ((), ()), "ref_inf": (("onload",), ("offload",)), "actor_train": ((), ())}
+
+
+IN_TURN = ("allocation=serve.d1|d2", *CRITIC, "train.ppo.kl.coef=0.1", "roles.ref.offload=all")
+
+
+def hooks_of(flow):
+    return {c.name: (len(c.pre_hooks), len(c.post_hooks)) for c in flow.calls}
+
+
+def test_roles_stay_until_the_servers_have_their_turn():
+    """Each call brings its role in. The master lets all leave; those whose offload is set leave after their calls."""
+    config = changed(*IN_TURN)
+    hooks = hooks_of(dataflow_of(config))
+    assert [name for name, (_, offload) in hooks.items() if offload] == ["ref_inf"]
+    assert {onload for onload, _ in hooks.values()} == {1}
+    assert hooks_of(dataflows.sft(config)) == {"sft": (1, 0)}
+    assert {role_settings(config, role).offload for role in ("actor", "critic", "ref")} == {"all"}
+
+
+@pytest.mark.parametrize("change", ["allocation=serve.d1+d2", "allocation=auto", "evaluate_only=true"])
+def test_roles_stay_if_no_server_takes_turns(change):
+    config = changed(*IN_TURN, change)
+    assert role_settings(config, "actor").offload == "none"
+    assert hooks_of(dataflow_of(config))["actor_train"] == (0, 0)
 
 
 OWN = Dataflow([FunctionCall("actor_train", "actor", "actor_train", frozenset({"tokens"}), trains=True)])

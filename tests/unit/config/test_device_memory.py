@@ -87,6 +87,37 @@ def test_communicators_take_memory(allocation, communicators, tmp_path):
     assert len(groups) + (placed.workers > 1) == communicators
 
 
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_turns_leave_libraries_of_the_other_side(tensor, tmp_path):
+    """Each side has all of the GPU in its turn but for these; a rank and a server elsewhere have no such part."""
+    settings = ("generation.backend=sglang", "train.ppo.kl.coef=0.1")
+
+    def uses(separator):
+        text = f"serve.d1m{tensor}{separator}d1m{tensor}+ref.d2"
+        config = math_config(tmp_path, "1.5B", f"allocation={text}", *settings)
+        server = server_use(config, parse_allocation(text), on_gpu=True)
+        return {use.owner.partition(" ")[0]: use for use, _ in ranks(config)} | {"server": server}
+
+    apart, in_turn = uses("+"), uses("|")
+    rank, server = (in_turn[name] for name in ("model_worker/0-1" if tensor > 1 else "model_worker/0", "server"))
+    assert (rank.waiting, server.waiting) == (server.libraries, rank.libraries)
+    assert server.libraries == LIBRARIES + COMMUNICATOR * (tensor > 1) < rank.libraries
+    for name, use in in_turn.items():
+        waiting = {"waiting": use.waiting}
+        assert use.parts() == apart[name].parts() | waiting and bool(use.waiting) == (use in (rank, server))
+    assert "while servers sleep" in rank.owner and "while ranks wait" in server.owner
+
+
+def test_role_that_moves_between_steps_stays_beside_others(tmp_path):
+    """The peak counts the other roles, unless offload says that they move around each call."""
+    settings = ("train.ppo.kl.coef=0.1", "generation.backend=sglang")
+    texts = ("allocation=serve.d1+d1", "allocation=serve.d1|d1")
+    apart, in_turn = (ranks(math_config(tmp_path, "1.5B", text, *settings))[0][0] for text in texts)
+    assert in_turn.others == apart.others > 0
+    moved = ranks(math_config(tmp_path, "1.5B", texts[1], *settings, "roles.ref.offload=all"))[0][0]
+    assert moved.others == 0
+
+
 def test_embedded_server_allocates_its_whole_cache(tmp_path):
     """7B: 57,344 bytes per position; 65 rows of 28,672 positions are 107 GB."""
     config = math_config(tmp_path, "7B", "generation.backend=embedded", "allocation=serve.d1+d1")

@@ -75,6 +75,30 @@ def test_without_gpus_the_models_are_in_host_memory():
     assert (found.snapshot, found.offload) == (0, 0)
 
 
+def test_ranks_in_turn_move_to_the_host(tmp_path):
+    """Weights, master weights and moments, pinned; gradients are dropped. Ranks apart from servers stay."""
+    whole = use(math_config(tmp_path, "1.5B", "allocation=serve.d4|d4"))
+    count = read_model(tmp_path / "1.5B").parameters
+    assert whole.offload == pytest.approx(4 * (2 + 12 / 4) * count * 1.44, rel=0.001)
+    assert use(math_config(tmp_path, "1.5B", "allocation=serve.d4+d4")).offload == 0
+
+
+@pytest.mark.parametrize(("running", "greater"), [(64, "ranks"), (100_000, "servers")])
+def test_turns_take_memory_of_a_host_in_turn(running, greater):
+    """Without GPUs: the ranks go to files while servers serve. Servers of their own stay."""
+    given = ["train.microbatch_tokens=8192", "train.engine_check=0", f"generation.embedded.max_running={running}"]
+    here = OnHost(2, 2, 4)
+    apart, in_turn, one = (
+        use(changed(*given, f"allocation={text}"), here)
+        for text in ("serve.d2+d2", "serve.d2|d2", "serve.d1+serve.d1|d2")
+    )
+    sides = {"ranks": apart.ranks, "servers": apart.servers}
+    assert max(sides, key=lambda side: sides[side]) == greater
+    assert {"ranks": in_turn.ranks, "servers": in_turn.servers} == {**dict.fromkeys(sides, 0), greater: sides[greater]}
+    assert one.servers == (apart.servers // 2 if greater == "ranks" else apart.servers)
+    assert in_turn.offload == 0
+
+
 def test_all_parts_of_a_server_are_on_its_host(tmp_path):
     given = ["generation.backend=sglang", "allocation=serve.d1+d1"]
     one = use(math_config(tmp_path, "7B", *given), OnHost(1, 1, 4))

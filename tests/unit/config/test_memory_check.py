@@ -9,7 +9,15 @@ from realsys.config.backend_rules import backend_rules
 from realsys.config.device_memory import GIB, OnHost, server_use
 from realsys.config.fields import replaced
 from realsys.config.machine import Machine
-from realsys.config.memory_check import Place, check_memory, device_lines, host_line, largest_rank, place_of
+from realsys.config.memory_check import (
+    Place,
+    check_memory,
+    device_lines,
+    host_line,
+    largest_rank,
+    place_of,
+    turns_line,
+)
 from realsys.config.memory_remedies import Remedy, ranks_fit, smallest_training
 from realsys.config.rules import check
 from realsys.errors import ConfigError
@@ -239,6 +247,43 @@ def test_table_has_a_line_per_kind_of_device(tmp_path):
     assert server.split()[0] == "generation_server/0-3" and server.split()[-1] == "69.5"
     assert len({len(line) for line in (head, rank, server)}) == 1
     assert "staged" in host_line(config, gpus(config))
+
+
+def test_turns_have_a_line_and_a_row_each(tmp_path):
+    """Servers of their own have a row, too: without the libraries of a rank, and of its communicator."""
+    config = math_config(tmp_path, "1.5B", *SGLANG, "allocation=serve.d1+serve.d2|d2")
+    _, rank, own, server = device_lines(config, place := gpus(config))
+    assert rank.startswith("model_worker/0-1 while servers sleep ") and rank.split()[-1] == "76.6"
+    assert own.startswith("generation_server/0  ") and server.startswith("generation_server/1-2 while ranks wait ")
+    assert float(server.split()[-2]) - float(own.split()[-2]) == pytest.approx(1.4, abs=0.11)
+    offloaded = place.fullest_host(config)[1].offload / GIB
+    line = turns_line(config, place)
+    assert line.startswith("2 of 3 servers and 2 of 2 training ranks use the same devices in turn; ")
+    assert line.endswith(f"are in {offloaded:.1f} GiB of host memory") and offloaded > 20
+    assert not turns_line(math_config(tmp_path, "1.5B", *SGLANG, "allocation=serve.d1+d2"), place)
+    assert turns_line(changed("allocation=serve.d1|d1"), Place(0, 0, OnHost(1, 1, 4))).endswith("in files")
+
+
+def test_either_turn_that_does_not_fit_is_refused(tmp_path):
+    """7B: the rank is too large for a GPU of 80 GB; with adapters it fits one, and no server fits one of 20 GB."""
+    config = math_config(tmp_path, "7B", *SGLANG, "allocation=serve.d1|d1")
+    error = refusal(config, gpus(config))
+    assert "model_worker/0 while servers sleep needs about" in str(error) and "use more GPUs" in str(error)
+    small = math_config(tmp_path, "7B", *SGLANG, "allocation=serve.d1|d1", *LORA, "train.recompute=true")
+    check_memory(small, gpus(small))
+    place = replace(gpus(small), gpu_bytes=19 * GIB)
+    place = replace(place, here=replace(place.here, ranks_on_gpu=False))
+    assert "generation_server/0 while ranks wait needs about 17." in str(refusal(small, place))
+
+
+def test_remedies_keep_the_turns(tmp_path):
+    whole = "train.distributed_optimizer=false"
+    config = math_config(tmp_path, "7B", *SGLANG, "allocation=serve.d1+serve.d4|d4", whole)
+    assert "set 'allocation=serve.d1+serve.d4|d2m2', then it needs" in str(refusal(config, gpus(config)))
+    host = math_config(tmp_path, "1.5B", *SGLANG, "allocation=serve.d1|d1", "train.ppo.kl.coef=0.1")
+    place = gpus(host)
+    error = refusal(host, replace(place, host_bytes=place.fullest_host(host)[1].total - 8 * GIB))
+    assert "offload" not in str(error).partition(": set")[2]
 
 
 def test_change_is_shown_as_it_is_typed():

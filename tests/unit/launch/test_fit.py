@@ -17,7 +17,9 @@ from realsys.config.schema import Config, GenerationConfig, SglangConfig, TinyMo
 from realsys.config.schema_cluster import ClusterConfig
 from realsys.data.arith import make_tiny_model, write_char_tokenizer
 from realsys.errors import ConfigError
+from realsys.generation.backend import Backend
 from realsys.launch.fit import fit
+from tests.support.processes.config_trees import changed
 from tests.support.serving.qwen_models import write_qwen
 
 
@@ -27,13 +29,50 @@ def machine(gpus):
 
 @pytest.mark.parametrize(
     ("gpus", "allocation"),
-    [(0, "serve.d1+d1"), (1, "serve.d1+d1"), (2, "serve.d1+d1"), (4, "serve.d3+d1"), (8, "serve.d6+d2")],
+    [(0, "serve.d1+d1"), (1, "serve.d1|d1"), (2, "serve.d1+d1"), (4, "serve.d3+d1"), (8, "serve.d6+d2")],
 )
 def test_automatic_allocation_divides_the_gpus(gpus, allocation):
     config, lines = fit(Config(allocation="auto"), {"generation", "train"}, machine(gpus))
     assert config.allocation == allocation
     assert lines[0].startswith(f"set allocation={allocation}: this machine has ")
-    assert lines[1:] == (["set cluster.share_gpus=True: this machine has 1 GPU for torch"] if gpus == 1 else [])
+    assert lines[1:] == [] and not config.cluster.share_gpus
+
+
+@pytest.mark.parametrize(
+    ("settings", "allocation", "shared"),
+    [
+        ([], "serve.d1|d1", False),
+        (["generation.backend=vllm"], "serve.d1|d1", False),
+        (["weights.transport=memory"], "serve.d1|d1", False),
+        (["weights.transport=group"], "serve.d1+d1", True),
+        (["asynchronous.interruptible=false"], "serve.d1+d1", True),
+        (["train.offload=optimizer"], "serve.d1+d1", True),
+        (["generation.backend=tests.unit.launch.test_fit:Own"], "serve.d1+d1", True),
+        (["cluster.share_gpus=true"], "serve.d1+d1", True),
+        (["evaluate_only=true"], "serve.d1+d1", True),
+    ],
+)
+def test_one_gpu_is_used_in_turn_if_possible(settings, allocation, shared):
+    """Otherwise server and rank share it all the time."""
+    words = ["generation.backend=sglang", *settings, "allocation=auto"]
+    config, _ = fit(changed(*words), {word.partition("=")[0] for word in words}, machine(1))
+    assert (config.allocation, config.cluster.share_gpus) == (allocation, shared)
+
+
+class Own(Backend):
+    """A backend that says nothing about sleep."""
+
+    def build(self, parts):
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize(("gib", "share"), [(80, 0.88), (16, 0.83), (0, 0.85)])
+def test_server_in_turn_leaves_the_libraries_of_a_rank(gib, share):
+    generation = GenerationConfig(backend="sglang")
+    config = Config(allocation="serve.d1+serve.d1|d1", generation=generation)
+    config, lines = fit(config, {"generation", "train"}, replace(machine(2), gpu_bytes=gib << 30))
+    assert config.generation.sglang.args == {"mem-fraction-static": share}
+    assert lines[-1].endswith("servers and ranks use GPUs in turn; a rank that waits keeps about 1.0 GiB of libraries")
 
 
 @pytest.mark.parametrize(("args", "allocation"), [({"tp-size": 2}, "serve.d3+d2"), ({"pp-size": 4}, "serve.d1+d4")])

@@ -145,6 +145,7 @@ def test_digest_sees_each_byte_and_its_place(count):
     [
         ("weights.delta=auto", "weights.delta", "whole tensors"),
         ("cluster.share_gpus=true", "cluster.share_gpus", "in a group twice"),
+        ("allocation=serve.d1|d1", "allocation", "use weights.transport=memory"),
     ],
 )
 def test_what_a_group_cannot_have_is_one_line(change, field, word):

@@ -16,12 +16,15 @@ import pytest
 from realsys.config.backend_rules import SGLANG, sglang_options
 from realsys.config.schema import SamplingConfig, SglangConfig
 from realsys.errors import ConfigError, GenerationError
+from realsys.generation.backend import ONE_NODE
 from realsys.generation.child.engine import needs_tokenizer
 from realsys.generation.child.requests import EVENT_TOKENS, SplitRequest, _record_phases
 from realsys.generation.protocol import CONTINUES, SamplingParams
 from realsys.generation.sampling_rules import completion_seed, read_tokenizer
 from realsys.generation.sglang.api import Reply, _Stream
+from realsys.generation.sglang.backend import _launch
 from realsys.generation.sglang.process import CPU_SUPPORT, Launch
+from tests.support.processes.config_trees import changed
 from tests.support.serving.generation_models import make_tokenizer
 from tests.support.timelines.made_up import recording
 
@@ -66,6 +69,13 @@ def test_command_on_a_gpu():
 
 def test_logits_in_fp32_are_a_flag():
     assert "--enable-fp32-lm-head" in flags_of(replace(GPU, fp32_head=True))
+
+
+@pytest.mark.parametrize(("server", "lent"), [(0, False), (1, True)])
+def test_server_that_takes_turns_saves_memory(server, lent):
+    config = changed("generation.backend=sglang", "allocation=serve.d1+serve.d1|d1")
+    launch = _launch(Path("/m"), config, server, ONE_NODE, None)
+    assert ("--enable-memory-saver" in flags_of(launch), launch.shared) == (lent, lent)
 
 
 def test_command_on_a_cpu():

@@ -44,6 +44,14 @@ def test_users_options_replace_ours():
     assert "--kv-cache-memory-bytes" not in " ".join(replace(CPU, gpus=True).command(80))
 
 
+@pytest.mark.parametrize(("server", "lent"), [(0, False), (1, True)])
+def test_server_that_takes_turns_can_sleep(server, lent):
+    """It measures its GPU at each start, because a rank may be on it."""
+    config = changed("generation.backend=vllm", "allocation=serve.d1+serve.d1|d1")
+    launch = VllmBackend(config).launch(Path("/m"), index=server, tokenizer=False)
+    assert ("--enable-sleep-mode" in launch.command(80), launch.shared) == (lent, lent)
+
+
 def test_workers_import_our_part_and_nothing_else_of_realsys():
     env = CPU.environment({"PYTHONPATH": "/realsys", "VIRTUAL_ENV": "/venv"})
     files = [path.name for folder in env["PYTHONPATH"].split(os.pathsep) for path in Path(folder).glob("realsys*.py")]

@@ -17,6 +17,7 @@ from realsys.lab.planner.predictions import (
     splits,
     what_ifs,
 )
+from realsys.lab.planner.steady_state import check_layouts
 from tests.support.planner.recordings import config_of
 
 
@@ -31,6 +32,12 @@ from tests.support.planner.recordings import config_of
 )
 def test_splits_use_the_devices(allocation: str, devices: int, expected: list[str]) -> None:
     assert splits(config_of([f"allocation={allocation}"]), devices) == expected
+
+
+@pytest.mark.parametrize("predicted", [devices_of, lambda config: check_layouts(config_of(), config)])
+def test_alternation_is_refused(predicted) -> None:
+    with pytest.raises(ConfigError, match=r"does not know .* in turn: record and plan runs with \+"):
+        predicted(config_of(["allocation=serve.d1|d2"]))
 
 
 def test_many_splits_are_thinned_evenly() -> None:

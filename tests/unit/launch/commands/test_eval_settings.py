@@ -145,7 +145,8 @@ def test_second_evaluation_of_a_second_gets_a_number(trial):
 
 
 def test_allocation_of_servers_alone_is_enough(trial):
-    assert made(Target(Path("/m"), 4, trial), "allocation=serve.d2").allocation == "serve.d2+d1"
+    for given in ("serve.d2", "serve.d2+d8p2", "serve.d2|d2", "serve.d1+serve.d1|d4"):
+        assert made(Target(Path("/m"), 4, trial), f"allocation={given}").allocation == "serve.d2+d1"
 
 
 def test_plan_has_an_evaluator_and_no_trainer():
