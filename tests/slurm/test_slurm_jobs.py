@@ -49,13 +49,13 @@ class SideBySide:
 
 @pytest.fixture(scope="module")
 def side_by_side(shared_slurm, tmp_path_factory):
-    """One is heterogeneous, with one light node and two others; the other one has the fourth node."""
+    """One has a light node and two others, and a server on a rank's devices; the other one has the fourth node."""
     folder, held, slurm = tmp_path_factory.mktemp("side_by_side"), tmp_path_factory.mktemp("held"), shared_slurm
     with pytest.MonkeyPatch.context() as patch:
         for name, value in slurm.env.items():
             patch.setenv(name, value)
         kinds = ("cluster.nodes=3", "cluster.cpu_nodes=1", "cluster.slurm.cpu_partition=cpu")
-        wide = SlurmTrial(slurm, folder, "wide", *kinds, "allocation=serve.d2+d2", "train.total_steps=12")
+        wide = SlurmTrial(slurm, folder, "wide", *kinds, "allocation=serve.d1+serve.d1|d2", "train.total_steps=12")
         small = SlurmTrial(slurm, folder, "small", "cluster.nodes=1")
         wide.submit(env=environment(HELD_TRAINING, held))
         small.submit(env=environment(HELD_EVALUATION, folder))
@@ -80,6 +80,8 @@ def test_two_trials_side_by_side_are_done(side_by_side, slurm):
     assert "arith/wide" in listed and "arith/small" in listed and "running" in listed and wide.job in listed
     assert "phase" in side_by_side.live and "no manager answers" not in side_by_side.live
     assert len(list(wide.paths.logs.glob("agent-*.log"))) == 3
+    steps = [record for record in read_steps(wide.paths.steps) if record["kind"] == "train"]
+    assert all("switch" in record["seconds"] for record in steps), "a server and a rank have used a device in turn"
     keys = list(wide.paths.keys.iterdir())
     assert keys, "the streams of several hosts must have keys"
     shown = realsys("status", str(wide.root))
