@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from realsys.observe.step_log import read_steps
 from tests.support.faults.plan import Fault, environment
 from tests.support.jobs.jobs import processes_of
 from tests.support.slurm.trials import FREED_S, SlurmTrial, realsys
