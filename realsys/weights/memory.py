@@ -63,7 +63,9 @@ class MemoryWriter:
         if not tensors:
             return []
         folder = Path(msgspec.convert(share.plan, DiskPlan).directory)
-        own = self._started(sum(tensor.nbytes for tensor in tensors.values()), share.version)
+        from realsys.weights.low_rank import share_bytes
+
+        own = self._started(share_bytes(tensors), share.version)
         own = own / folder.parent.name / folder.name.removesuffix(TEMPORARY)
         own.mkdir(parents=True, exist_ok=True)
         for older in own.parent.iterdir():  # versions that the publisher has deleted, or that came to nothing

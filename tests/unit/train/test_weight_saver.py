@@ -53,6 +53,7 @@ class Actor:
         layout = SimpleNamespace(world_size=4)
         self.groups = SimpleNamespace(rank=1, mesh=SimpleNamespace(layout=layout))
         self.engine: Any = self
+        self.settings = SimpleNamespace(lora=SimpleNamespace(rank=0))
 
     def export(self):
         yield "w", self.parameter.t()  # an export may be a view, and not contiguous
