@@ -17,8 +17,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-#: elements that are merged at a time, in fp64: on a CPU they stay in its cache
-_BLOCK = {"cpu": 1 << 18, "cuda": 1 << 24}
+_CACHED, _BLOCK = 1 << 18, 1 << 23  # elements that are merged at a time, in fp64: in the cache of a CPU, or on a GPU
 _EXACT_BITS = 53  # integers up to 2 ** 53 are exact in fp64
 
 
@@ -36,7 +35,7 @@ def merge(base: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float, in
     right, columns = _integers(a, 0, bits)
     left, rows = _integers(b, 1, bits)
     rows *= scale
-    step = max(1, _BLOCK[base.device.type] // max(1, base.shape[1]))
+    step = max(1, (_CACHED if base.is_cpu else _BLOCK) // max(1, base.shape[1]))
     for begin in range(0, len(base), step):
         part = slice(begin, begin + step)
         product = left[part] @ right
