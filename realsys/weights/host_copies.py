@@ -157,7 +157,8 @@ class SharedCopies:
                 draft.sources.append(frozen)
             report = self._complete(draft, directory, manifest, turn, peers)
             if frozen is not None:
-                report.add_read(frozen.report)
+                report.bytes_read += frozen.report.bytes_read
+                report.bytes_fetched += frozen.report.bytes_fetched
         return self._leased(draft.folder, report)
 
     def _frozen(self, directory: Path, manifest: VersionManifest, turn: FileLock) -> LeasedCopy | None:
@@ -172,11 +173,11 @@ class SharedCopies:
         }
         if not under:
             return None
+        wanted = {(name, info.checksum) for name, info in under.items()}
         for folder in self._folders(f"{_FROZEN}*"):
-            copy = LeasedCopy.of(folder)
-            if copy is not None and all(copy.holds_tensor(name, info.checksum) for name, info in under.items()):
-                return copy
-            if copy is not None:
+            if (copy := LeasedCopy.of(folder)) is not None:
+                if wanted <= {(name, one.checksum) for name, one in copy.info.tensors.items()}:
+                    return copy
                 copy.close()
             if (lock := _exclusive(folder)) is not None:
                 shutil.rmtree(folder, ignore_errors=True)
@@ -314,10 +315,6 @@ class LeasedCopy:
             if lease is not None:
                 lease.release()
         return None
-
-    def holds_tensor(self, name: str, checksum: str) -> bool:
-        """Return True if the copy has the tensor with this checksum."""
-        return name in self.info.tensors and self.info.tensors[name].checksum == checksum
 
     def close(self) -> None:
         """End the lease."""

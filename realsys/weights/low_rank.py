@@ -13,7 +13,7 @@ The integers have 24 bits up to rank 32, and 22 up to rank 512, relative to the 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -80,10 +80,6 @@ class AdaptedTensors(Mapping[str, torch.Tensor]):
     factors: Mapping[str, torch.Tensor]
     rank: int
     scale: float
-    nbytes: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.nbytes = sum(tensor.nbytes for tensor in self.frozen.values())
 
     def __getitem__(self, name: str) -> torch.Tensor:
         base = self.frozen[name]
@@ -97,8 +93,3 @@ class AdaptedTensors(Mapping[str, torch.Tensor]):
 
     def __len__(self) -> int:
         return len(self.frozen)
-
-
-def share_bytes(tensors: Mapping[str, torch.Tensor]) -> int:
-    """Return the size of a share, without merging it."""
-    return tensors.nbytes if isinstance(tensors, AdaptedTensors) else sum(one.nbytes for one in tensors.values())

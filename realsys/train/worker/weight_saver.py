@@ -28,7 +28,7 @@ from realsys.train.requests import CopyWeightsRequest, DigestWeightsRequest, Sav
 from realsys.train.worker.call_handlers import Role, onloaded
 from realsys.weights.contract import Share, WeightWriter
 from realsys.weights.disk.dtypes import as_bytes
-from realsys.weights.low_rank import AdaptedTensors, share_bytes
+from realsys.weights.low_rank import AdaptedTensors
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +75,8 @@ class WeightSaver:
                     copy.tensors = copy.memory.take(role.engine.export())
             copy.checksums = {}
             copy.version = request.version
-        size = share_bytes(copy.tensors)
+        copied = copy.tensors.factors if isinstance(copy.tensors, AdaptedTensors) else copy.tensors
+        size = sum(tensor.nbytes for tensor in copied.values())
         log.info("version %d: copied %.1f MB in %.3f s", request.version, size / 1e6, time.perf_counter() - start)
         return Empty()
 

@@ -79,11 +79,6 @@ class ReadReport:
         for each in fields(self):
             setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
 
-    def add_read(self, other: ReadReport) -> None:
-        """Add what was read for something else that the version needed."""
-        self.bytes_read += other.bytes_read
-        self.bytes_fetched += other.bytes_fetched
-
     def timings(self) -> dict[str, float]:
         """Return the seconds by name, for the status page."""
         return {"read_s": self.read_s, "verify_s": self.verify_s, "apply_s": self.apply_s}
