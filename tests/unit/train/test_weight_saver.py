@@ -55,6 +55,7 @@ class Actor:
         self.groups = SimpleNamespace(rank=1, mesh=SimpleNamespace(layout=layout))
         self.engine: Any = self
         self.settings = SimpleNamespace(lora=SimpleNamespace(rank=0))
+        self.is_offloaded = False
 
     def export(self):
         yield "w", self.parameter.t()  # an export may be a view, and not contiguous
