@@ -44,6 +44,8 @@ class Actor:
         self.name, self.device = "actor", Device(torch.device("cpu"), "gloo")
         self.groups = SimpleNamespace(rank=0, mesh=SimpleNamespace(layout=SimpleNamespace(world_size=1)))
         self.engine: Any = self
+        self.is_offloaded = False
+        self.settings = SimpleNamespace(lora=SimpleNamespace(rank=0))
         self._tensors = tensors
 
     def export(self) -> Iterator[tuple[str, torch.Tensor]]:

@@ -275,7 +275,8 @@ class HostUse:
     offload     what roles move to the host between their calls
     checkpoint  copy of the saved roles until it is on disk
     published   the rank's share of a version that it writes, and with weights.transport=memory those that it keeps
-    staged      the copy of the weights that the servers share, and what each makes of it
+    staged      the copy of the weights that the servers share, with LoRA also of those under the adapters, and what
+                each server makes of it
     ranks       models of the training ranks, if these have no GPU
     servers     models and caches of the servers, if these have no GPU
     """
@@ -329,6 +330,8 @@ def host_use(config: Config, allocation: Allocation, flow: Dataflow, here: OnHos
     # Engines that receive by group keep a copy each, to which they return if a version does not arrive.
     own_copies = config.weights.transport == "group" and config.generation.backend != "embedded"
     copies = here.servers if own_copies else min(1, here.servers)
+    # SharedCopies keeps the weights under adapters, and such a version is merged in the copy that the servers share.
+    under = min(1, here.servers) * (1 + own_copies) if config.train.lora.rank else 0
     ranks = servers = 0
     if not here.ranks_on_gpu:
         ranks = sum(use.total * count for use, count in rank_uses(config, allocation, flow, on_gpu=False))
@@ -347,7 +350,7 @@ def host_use(config: Config, allocation: Allocation, flow: Dataflow, here: OnHos
         offload=int(_offloaded_bytes(config, allocation, flow) * trainer) if here.ranks_on_gpu else 0,
         checkpoint=int(_checkpoint_bytes(config, flow) * trainer * pinned),
         published=int(weights * (pinned + (config.weights.delta == "auto") + kept) * trainer),
-        staged=copies * weights + here.servers * fused,
+        staged=(copies + under) * weights + here.servers * fused,
         ranks=ranks,
         servers=servers,
     )

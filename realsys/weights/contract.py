@@ -85,9 +85,9 @@ class WeightWriter(Protocol):
     def write(self, share: Share, tensors: Mapping[str, Tensor]) -> Any:
         """Store ``tensors`` (HF names; any dtype, contiguous in host memory) and return the report for ``commit``.
 
-        ``tensors`` may be empty. Their memory holds the next version after the call: keep copies only. The
-        report is anything that msgspec can encode. Raises WeightsError, which ends the trainer. A damaged
-        version is written again by a second call with the same tensors.
+        ``tensors`` may be empty. A tensor with an adapter is merged each time it is asked for. The memory holds the
+        next version after the call: keep copies only. The report is anything that msgspec can encode. Raises
+        WeightsError, which ends the trainer. A damaged version is written again by a second call with the same tensors.
         """
 
 

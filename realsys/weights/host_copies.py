@@ -12,6 +12,8 @@ Rules, on which every reader relies:
   server stages at the same time (``no-wait-for-the-dead``).
 - A host keeps the newest copy, from which the next version is made in place: it costs the memory of one model. While
   a server still loads the one before, it costs that of two.
+- A host also keeps the weights under adapters, which a version refers to: they cost the memory of another model, and
+  only the adapters are read for a version. Without room for them they are read again for each version.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ import secrets
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -45,6 +47,7 @@ from realsys.weights.host_places import POLL_S, Membership, choose, folder_name,
 
 log = logging.getLogger(__name__)
 COPY, WEIGHTS, READERS = "COPY.json", "model.safetensors", "readers"
+_FROZEN = "frozen-"  # beginning of the name of a copy of weights under adapters
 SILENT_S = 10.0  # time without a sign of life after which a server does not wait for the one that stages
 
 
@@ -124,8 +127,8 @@ class SharedCopies:
                 return lock
         raise AssertionError("count() ended")
 
-    def _folders(self) -> list[Path]:
-        return [path for place in self._places for path in sorted((place / self._name).glob("v*"))]
+    def _folders(self, names: str = "v*") -> list[Path]:
+        return [path for place in self._places for path in sorted((place / self._name).glob(names))]
 
     def _find(self, manifest: VersionManifest, directory: Path) -> LeasedCopy | None:
         """Return a copy of this version. Raises WeightsError if there is a copy of a newer one (``monotonic``)."""
@@ -147,20 +150,69 @@ class SharedCopies:
 
     def _make(self, directory: Path, manifest: VersionManifest, turn: FileLock, peers: Peers | None) -> LeasedCopy:
         with contextlib.ExitStack() as stack:
+            frozen = self._frozen(directory, manifest, turn)
             draft = self._draft(manifest, CopyLayout.of(manifest), stack)
-            info = CopyInfo(boot_id(), manifest.version, manifest.incarnation, draft.layout.tensors)
+            if frozen is not None:
+                stack.callback(frozen.close)
+                draft.sources.append(frozen)
+            report = self._complete(draft, directory, manifest, turn, peers)
+            if frozen is not None:
+                report.bytes_read += frozen.report.bytes_read
+                report.bytes_fetched += frozen.report.bytes_fetched
+        return self._leased(draft.folder, report)
+
+    def _frozen(self, directory: Path, manifest: VersionManifest, turn: FileLock) -> LeasedCopy | None:
+        """Return this host's copy of the weights under adapters; None without any, or without room for them.
+
+        It may be from another version, and of another trainer. Raises WeightsError.
+        """
+        under = {
+            name: msgspec.structs.replace(info, checksum=info.pieces[0].checksum, pieces=info.pieces[:1])
+            for name, info in manifest.tensors.items()
+            if info.pieces[-1].rank
+        }
+        if not under:
+            return None
+        wanted = {(name, info.checksum) for name, info in under.items()}
+        for folder in self._folders(f"{_FROZEN}*"):
+            if (copy := LeasedCopy.of(folder)) is not None:
+                if wanted <= {(name, one.checksum) for name, one in copy.info.tensors.items()}:
+                    return copy
+                copy.close()
+            if (lock := _exclusive(folder)) is not None:
+                shutil.rmtree(folder, ignore_errors=True)
+                lock.release()
+        frozen = msgspec.structs.replace(manifest, tensors=under)
+        name = f"{_FROZEN}{manifests.directory_name(manifest.version, manifest.incarnation)}.{secrets.token_hex(4)}"
+        with contextlib.ExitStack() as stack:
             try:
-                with VersionReader(directory, manifest, on_chunk=turn.touch, shards=self.client) as reader:
-                    report = self._fill(draft, reader, peers)
-                self._finish(draft.folder, info)
-            except BaseException as error:
-                shutil.rmtree(draft.folder, ignore_errors=True)
-                if isinstance(error, OSError):
-                    raise WeightsError(f"{draft.folder} cannot be written: {error.strerror}") from error
-                raise
-        copy = LeasedCopy.of(draft.folder)
+                draft = self._new_draft(manifest.version, name, CopyLayout.of(frozen), stack)
+            except WeightsError as error:
+                log.warning("the weights under adapters are read again for each version: %s", error)
+                return None
+            report = self._complete(draft, directory, frozen, turn, None)
+        return self._leased(draft.folder, report)
+
+    def _complete(
+        self, draft: _Draft, directory: Path, manifest: VersionManifest, turn: FileLock, peers: Peers | None
+    ) -> ReadReport:
+        """Fill a draft with the tensors of ``manifest``, or remove it. Raises WeightsError."""
+        info = CopyInfo(boot_id(), manifest.version, manifest.incarnation, draft.layout.tensors)
+        try:
+            with VersionReader(directory, manifest, on_chunk=turn.touch, shards=self.client) as reader:
+                report = self._fill(draft, reader, peers)
+            self._finish(draft.folder, info)
+        except BaseException as error:
+            shutil.rmtree(draft.folder, ignore_errors=True)
+            if isinstance(error, OSError):
+                raise WeightsError(f"{draft.folder} cannot be written: {error.strerror}") from error
+            raise
+        return report
+
+    def _leased(self, folder: Path, report: ReadReport) -> LeasedCopy:
+        copy = LeasedCopy.of(folder)
         if copy is None:
-            raise WeightsError(f"{draft.folder} was removed as it was staged: trying again may help")
+            raise WeightsError(f"{folder} was removed as it was staged: trying again may help")
         copy.report = report
         return copy
 
@@ -221,18 +273,16 @@ class SharedCopies:
         except OSError as error:
             shutil.rmtree(folder, ignore_errors=True)
             raise WeightsError(f"{folder} cannot be made ({layout.size} bytes): {error.strerror}") from error
-        return _Draft(folder, layout, source=stack.enter_context(self._base(layout)))
+        return _Draft(folder, layout, sources=self._newest(stack))
 
-    @contextlib.contextmanager
-    def _base(self, layout: CopyLayout) -> Iterator[LeasedCopy | None]:
-        """Give the newest complete copy of this layout, which a server uses now, or None."""
+    def _newest(self, stack: contextlib.ExitStack) -> list[LeasedCopy]:
+        """Return the newest complete copy, if there is one. ``stack`` ends its lease."""
         for folder in sorted(self._folders(), key=_age, reverse=True):
             copy = LeasedCopy.of(folder)
             if copy is not None:
-                with contextlib.closing(copy):
-                    yield copy if layout.fits(copy.info.tensors) else None
-                return
-        yield None
+                stack.callback(copy.close)
+                return [copy]
+        return []
 
     def _finish(self, folder: Path, info: CopyInfo) -> None:
         """Make the folder an HF directory, and complete."""
@@ -281,32 +331,38 @@ class _Draft:
     """A copy that is being made.
 
     checksums  of the tensors that are in its memory, if it is made from an older copy
-    source     an older copy that a server uses; None without one
+    sources    other copies, from which tensors may be taken
     """
 
     folder: Path
     layout: CopyLayout
     checksums: dict[str, str] = field(default_factory=dict)
-    source: LeasedCopy | None = None
+    sources: list[LeasedCopy] = field(default_factory=list)
 
     def fill(self, reader: VersionReader) -> None:
         """Read and verify all tensors. Raises WeightsError."""
         views = _views(self.folder, self.layout.tensors, mmap.ACCESS_WRITE)
-        older = self.source.tensors() if self.source is not None else {}
+        others = [(copy.info.tensors, copy.tensors()) for copy in self.sources]
 
         def read(own: VersionReader, name: str) -> None:
-            own.read(name, self._held(name, own.manifest.tensors[name], views[name], older), views[name])
+            own.read(name, self._held(name, own.manifest.tensors[name], views[name], others), views[name])
 
         reader.read_all(read)
 
-    def _held(self, name: str, info: TensorInfo, view: Bytes, older: Mapping[str, Bytes]) -> HeldTensor | None:
+    def _held(self, name: str, info: TensorInfo, view: Bytes, others: Sequence[_Contents]) -> HeldTensor | None:
         """Return what the memory of a tensor holds, if it is of use for the new version."""
-        if name in self.checksums:
+        if name in self.checksums and leads_to(info, self.checksums[name]):
             return HeldTensor(self.checksums[name], view)
-        if self.source is None or not leads_to(info, self.source.info.tensors[name].checksum):
-            return None
-        view[:] = older[name]
-        return HeldTensor(self.source.info.tensors[name].checksum, view)
+        for tensors, content in others:
+            held = tensors.get(name)
+            if held is not None and held.size == view.size and leads_to(info, held.checksum):
+                view[:] = content[name]
+                return HeldTensor(held.checksum, view)
+        return None
+
+
+#: tensors of a copy, and their bytes
+_Contents = tuple[Mapping[str, "CopyTensor"], Mapping[str, Bytes]]
 
 
 def _views(folder: Path, tensors: Mapping[str, CopyTensor], access: int) -> dict[str, Bytes]:

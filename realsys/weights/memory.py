@@ -63,7 +63,8 @@ class MemoryWriter:
         if not tensors:
             return []
         folder = Path(msgspec.convert(share.plan, DiskPlan).directory)
-        own = self._started(sum(tensor.nbytes for tensor in tensors.values()), share.version)
+        whole = getattr(tensors, "frozen", tensors)  # of AdaptedTensors: the size is known without merging
+        own = self._started(sum(tensor.nbytes for tensor in whole.values()), share.version)
         own = own / folder.parent.name / folder.name.removesuffix(TEMPORARY)
         own.mkdir(parents=True, exist_ok=True)
         for older in own.parent.iterdir():  # versions that the publisher has deleted, or that came to nothing

@@ -10,6 +10,7 @@ from realsys.config.fields import replaced
 from realsys.config.schema_train import OptimizerConfig
 from realsys.train.checkpoint.saver import load_checkpoint
 from realsys.train.megatron.train_engine import optimizer_tensors
+from realsys.weights.low_rank import merged
 from tests.gpu.conftest import STAND_IN
 from tests.support.serving.hf_models import FAMILIES, make_model, weights_of
 from tests.support.training.checkpoint_ranks import Setup, checkpoint, everything, make_models
@@ -182,3 +183,15 @@ def test_offloaded_memory_is_free_and_comes_back(tmp_path, compute_on):
 
     ((released, held, equal),) = on_ranks("d1", tmp_path, body, make_config(), make_settings(offload="all"))
     assert equal and released >= held and bool(held) is not STAND_IN
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("rank", [1, 16, 33])
+def test_adapters_merge_with_the_bits_of_a_cpu(rank, dtype):
+    """The trainer merges on its GPU, servers on their CPUs; a version is served if the bits are the same."""
+    random = torch.Generator().manual_seed(rank)
+    base, a, b = (torch.randn(shape, generator=random) for shape in ((5000, 4000), (rank, 4000), (5000, rank)))
+    tensors = [(base * 0.02).to(dtype), a.to(dtype), (b * 1e-3).to(dtype)]
+    device = "cpu" if STAND_IN else "cuda"
+    found = merged(*(tensor.to(device) for tensor in tensors), scale=2 / 3)
+    assert torch.equal(found.cpu(), merged(*tensors, scale=2 / 3))

@@ -27,6 +27,7 @@ from realsys.train.checkpoint.saver import PARAMETER
 from realsys.train.checkpoint.tensors import PieceReader, whole_shard
 from realsys.train.megatron import lora
 from realsys.train.megatron.hf_model import DTYPES, ParameterMap, ShardMap, mapping_of
+from realsys.weights import low_rank
 from realsys.weights.disk.dtypes import as_bytes, dtype_name
 from realsys.weights.disk.manifest import TensorInfo
 from realsys.weights.disk.plain_folders import Origin, write_plain
@@ -114,7 +115,7 @@ class _ActorTensors:
         a, b = lora.names_of(owner)
         if kind != "weight" or not self._reader.kinds(a):
             return whole
-        return lora.merged(whole, self._rounded(a), self._rounded(b), self._scale).to(self._dtype)
+        return low_rank.merged(whole, self._rounded(a), self._rounded(b), self._scale)
 
     def _rounded(self, name: str) -> torch.Tensor:
         shape = self._reader.kinds(name)[PARAMETER]

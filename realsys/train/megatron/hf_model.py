@@ -8,7 +8,7 @@ import json
 import re
 import warnings
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -24,12 +24,16 @@ from realsys.errors import ModelError
 from realsys.model_files.architecture import HfModel, splits_over, stage_layers
 from realsys.train.megatron.collectives import ReplicaReader, agreed
 from realsys.train.megatron.device import Device
-from realsys.train.megatron.lora import is_adapter
+from realsys.train.megatron.lora import Adapter, adapter_of, base_of, is_adapter
 from realsys.train.megatron.megatron_core import TransformerConfig
+from realsys.weights.low_rank import factors_of
 
 if TYPE_CHECKING:
     from realsys.train.megatron.mesh import MeshGroups
 
+#: which tensors an export yields: as they are served; the gradients of the trained ones; without adapters; the
+#: adapters alone (``factors_of``), by the names of the tensors that have one
+Exported = Literal["served", "gradients", "frozen", "adapters"]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -363,18 +367,18 @@ class ShardMap:
         data_ranks: int,
         group: dist.ProcessGroup,
         skip_head: bool,
-        gradients: bool = False,
+        what: Exported = "served",
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the HF tensors that this rank writes, whole. Every rank of
         ``group`` (tensor) must run it to its end.
 
         ``skip_head``: the head of a tied model on a later stage is a copy of the first stage's
-        embedding. ``gradients``: yield the gradients of the trained parameters instead; none under
-        adapters.
+        embedding. There are no gradients of matrices under adapters. A rank writes the adapters of its tensors.
         """
+        gradients = what == "gradients"
         items = [item for item in self.parameters(module) if not gradients or item[2].requires_grad]
         writers = assign_writers([parameter.numel() for _, _, parameter in items], data_ranks * self.tensor_ranks)
-        for (_, mapping, parameter), writer in zip(items, writers, strict=True):
+        for (name, mapping, parameter), writer in zip(items, writers, strict=True):
             if skip_head and mapping.hf == (_EMBEDDING,):
                 continue
             data_owner, tensor_owner = divmod(writer, self.tensor_ranks)
@@ -382,7 +386,12 @@ class ShardMap:
             # part in the gather.
             if data_owner != data_rank:
                 continue
-            source = parameter.main_grad if gradients else parameter.detach()  # type: ignore[attr-defined]
+            if what == "adapters":
+                if (adapter := adapter_of(module, name)) is not None:
+                    yield from self._adapter(mapping, adapter, tensor_owner, group)
+                continue
+            source = base_of(module, name, parameter) if what == "frozen" else parameter
+            source = parameter.main_grad if gradients else source.detach()  # type: ignore[attr-defined]
             for tensor, whole in self._whole(mapping, source, tensor_owner, group):
                 yield tensor, whole[: self.model.vocab] if tensor in (_EMBEDDING, _HEAD) else whole
 
@@ -407,6 +416,18 @@ class ShardMap:
             whole = self._gather(part, mapping.dim, owner, group)
             if whole is not None:
                 yield tensor, whole
+
+    def _adapter(
+        self, mapping: ParameterMap, adapter: Adapter, owner: int, group: dist.ProcessGroup
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the whole adapters of the HF tensors on rank ``owner``. A collective of ``group`` (tensor)."""
+        split_input = mapping.dim == 1
+        a = self._gather(adapter.a.detach(), 1 if split_input else None, owner, group)
+        # The rows of B are those of the matrix.
+        rows = replace(mapping, dim=None) if split_input else mapping
+        for tensor, b in self._whole(rows, adapter.b.detach(), owner, group):
+            assert a is not None
+            yield tensor, factors_of(a, b)
 
     def _gather(self, part: torch.Tensor, dim: int | None, owner: int, group: dist.ProcessGroup) -> torch.Tensor | None:
         if dim is None or self.tensor_ranks == 1:

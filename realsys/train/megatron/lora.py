@@ -2,9 +2,10 @@
 
     y = W' x,  W' = round(W + (alpha / rank) B A)        W frozen, A [rank, in], B [out, rank] trained; B = 0 at first
 
-W' is the weight that is exported, rounded to the model's dtype. The forward pass uses it too, so the
+W' is the weight that is served, rounded to the model's dtype. The forward pass uses it too, so the
 policy that is trained is, bit by bit, the one that is served: in bf16 the rounding moves a log-prob by
-more than several steps at a low learning rate do. Gradients of A and B are those of W x + (alpha / rank) B A x.
+more than several steps at a low learning rate do. The servers get A and B, and merge them with the same bits
+(``realsys.weights.low_rank``). Gradients of A and B are those of W x + (alpha / rank) B A x.
 Each adapter keeps W, so a layer with an adapter takes the memory of two.
 
 An adapter belongs to one of Megatron's *fused* matrices: q, k and v of a layer share one A, and so
@@ -38,6 +39,7 @@ from realsys.train.megatron.megatron_core import (
     set_tensor_model_parallel_attributes,
 )
 from realsys.train.megatron.mesh import MeshGroups
+from realsys.weights import low_rank
 
 #: name in ``LoraConfig.targets`` -> the module of a layer, and True if the tensor ranks split its
 #: input
@@ -94,7 +96,7 @@ class Adapter(torch.nn.Module):
 
     def merge_into(self, weight: torch.Tensor) -> None:
         """Set the layer's weight on this rank to ``base`` plus the adapter, rounded to its dtype."""
-        weight.copy_(merged(self.base, self.a, self.b, self.scale))
+        low_rank.merge(self.base, self.a, self.b, self.scale, weight)
 
     def _exchange(self, low: torch.Tensor) -> torch.Tensor:
         """Exchange activations [t, 1, rank] over the tensor ranks (under sequence parallelism also
@@ -164,16 +166,17 @@ def names_of(owner: str) -> tuple[str, str]:
     return f"{owner}.{_CHILD}.a", f"{owner}.{_CHILD}.b"
 
 
-def merged(base: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
-    """Return ``base`` plus the adapter in fp32, for slices or for whole matrices. It is served rounded to its dtype."""
-    return base.float() + (b.float() @ a.float()) * scale
+def adapter_of(module: torch.nn.Module, name: str) -> Adapter | None:
+    """Return the adapter of parameter ``name``; None without one."""
+    owner, _, kind = name.rpartition(".")
+    adapter = module.get_submodule(owner)._modules.get(_CHILD) if kind == "weight" else None
+    return adapter if isinstance(adapter, Adapter) else None
 
 
 def base_of(module: torch.nn.Module, name: str, parameter: torch.Tensor) -> torch.Tensor:
     """Return the frozen weight under the adapter of parameter ``name``; without one, ``parameter``."""
-    owner, _, kind = name.rpartition(".")
-    adapter = module.get_submodule(owner)._modules.get(_CHILD) if kind == "weight" else None
-    return adapter.base if isinstance(adapter, Adapter) else parameter
+    adapter = adapter_of(module, name)
+    return parameter if adapter is None else adapter.base
 
 
 def bases(module: torch.nn.Module) -> list[torch.Tensor]:

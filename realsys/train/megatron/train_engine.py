@@ -33,7 +33,7 @@ from realsys.model_files.rope import inverse_frequencies
 from realsys.train.megatron import lora
 from realsys.train.megatron.device import Device, seed_megatron
 from realsys.train.megatron.heads import HiddenStatesModel, OutputHead, Outputs, Scoring, build_model
-from realsys.train.megatron.hf_model import DTYPES, ShardMap, transformer_config
+from realsys.train.megatron.hf_model import DTYPES, Exported, ShardMap, transformer_config
 from realsys.train.megatron.layers import pack_segments
 from realsys.train.megatron.megatron_core import (
     DistributedDataParallel,
@@ -206,12 +206,12 @@ class MegatronEngine:
         lora.merge(self._require_parameters())
         return outcome
 
-    def export(self, *, gradients: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the HF tensors that this rank writes, in the model's dtype; with ``gradients`` their gradients, fp32.
+    def export(self, what: Exported = "served") -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the HF tensors that this rank writes, in the model's dtype; gradients in fp32.
 
         Every rank must run it to its end: tensors are gathered from the tensor ranks on the way.
         """
-        if gradients:
+        if what == "gradients":
             self._require_training()
         exported = self._map.export(
             self._require_parameters(),
@@ -219,10 +219,10 @@ class MegatronEngine:
             data_ranks=self.groups.mesh.layout.data,
             group=self.groups.tensor,
             skip_head=self._map.model.tied and not self.groups.first_stage,
-            gradients=gradients,
+            what=what,
         )
         for name, tensor in exported:
-            yield name, tensor.to(torch.float32 if gradients else self._dtype)
+            yield name, tensor.to(torch.float32 if what == "gradients" else self._dtype)
 
     def take_snapshot(self, version: int) -> None:
         """Begin to copy this rank's trained parameters, which are those of ``version``, to ``snapshot``."""

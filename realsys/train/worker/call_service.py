@@ -252,6 +252,7 @@ class ModelWorkerService:
         role = make_role(self._config, name, model, groups, self._data, self._device, trainable=request.trainable)
         role.engine.gate = self._gate
         self._roles[name] = role
+        self._saver.forget_frozen(name)
         self._checkpoints[name] = CheckpointWriter(role)
         if name == ACTOR and role.engine.module is not None:
             # From here on the I/O thread refuses groups that would end the trainer.
@@ -333,6 +334,7 @@ class ModelWorkerService:
 
     def _load_checkpoint(self, request: LoadCheckpointRequest) -> Empty:
         load_checkpoint(self._role(request.role), Path(request.directory))
+        self._saver.forget_frozen(request.role)
         return Empty()
 
     def _mask(self, request: MaskRequest) -> Empty:

@@ -1,6 +1,7 @@
 """A rank's copy of a weight version, and its way to the weight transport.
 
     copy     tensors in HF names to host memory            main thread; training waits
+             (with adapters: the frozen ones once, and then the adapters)
     save     checksums, then the transport's writer        background thread; training continues
     digest   checksums only, for a step without a version  background thread
 
@@ -14,8 +15,8 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -27,6 +28,7 @@ from realsys.train.requests import CopyWeightsRequest, DigestWeightsRequest, Sav
 from realsys.train.worker.call_handlers import Role, onloaded
 from realsys.weights.contract import Share, WeightWriter
 from realsys.weights.disk.dtypes import as_bytes
+from realsys.weights.low_rank import AdaptedTensors
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +41,8 @@ class _Copy:
     rank: int
     ranks: int
     version: int = -1
-    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    adapted: AdaptedTensors | None = None  # the last ``tensors``, if the role has adapters
     checksums: dict[str, str] = field(default_factory=dict)
 
 
@@ -66,12 +69,21 @@ class WeightSaver:
             copy = self._copies[role.name]
             copy.version = -1  # an error leaves neither this version nor the one before
             with onloaded(role):
-                copy.tensors = copy.memory.take(role.engine.export())
+                if role.settings.lora.rank:
+                    copy.tensors = copy.adapted = _with_adapters(copy, role)
+                else:
+                    copy.tensors = copy.memory.take(role.engine.export())
             copy.checksums = {}
             copy.version = request.version
-        size = sum(tensor.nbytes for tensor in copy.tensors.values())
+        copied = copy.tensors.factors if isinstance(copy.tensors, AdaptedTensors) else copy.tensors
+        size = sum(tensor.nbytes for tensor in copied.values())
         log.info("version %d: copied %.1f MB in %.3f s", request.version, size / 1e6, time.perf_counter() - start)
         return Empty()
+
+    def forget_frozen(self, role: str) -> None:
+        """Copy the role's frozen tensors again with the next version: a checkpoint has replaced them."""
+        if role in self._copies:
+            self._copies[role].adapted = None
 
     def save(self, request: SaveWeightsRequest) -> SaveWeightsReply:
         """Write the copy of this version through the weight transport. Raises WeightsError."""
@@ -113,6 +125,21 @@ class WeightSaver:
             self._in_use.release()
 
 
-def checksums_of(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
-    """Return name -> xxh3-64 of the tensor's bytes, hex."""
+def _with_adapters(copy: _Copy, role: Role) -> AdaptedTensors:
+    """Copy the adapters; with the first version also the frozen tensors."""
+    factors = copy.memory.take(role.engine.export("adapters"))
+    if copy.adapted is not None:
+        return replace(copy.adapted, factors=factors)
+    frozen = OffloadCopies(role.device).take(role.engine.export("frozen"))
+    lora = role.settings.lora
+    return AdaptedTensors(frozen, {}, factors, lora.rank, lora.alpha / lora.rank)
+
+
+def checksums_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """Return name -> xxh3-64 of the tensor's bytes, hex. Those of frozen tensors are computed once."""
+    if isinstance(tensors, AdaptedTensors):
+        if not tensors.checksums:
+            tensors.checksums.update(checksums_of(tensors.frozen))
+        merged = {name: checksum_of(as_bytes(tensors[name]).data) for name in tensors.factors}
+        return {**tensors.checksums, **merged}
     return {name: checksum_of(as_bytes(tensor).data) for name, tensor in tensors.items()}

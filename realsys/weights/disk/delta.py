@@ -29,7 +29,7 @@ Bytes: TypeAlias = npt.NDArray[np.uint8]
 _BLOCK = 1 << 18
 _SKIP, _WIDE = 255, -128
 #: largest useful size of a delta, as a share of the tensor: applying takes longer than reading
-_WORTH = 0.5
+WORTH = 0.5
 _WORDS: dict[int, tuple[type[np.unsignedinteger[Any]], type[np.signedinteger[Any]]]] = {
     2: (np.uint16, np.int16),
     4: (np.uint32, np.int32),
@@ -66,7 +66,7 @@ def encode(old: Bytes, new: Bytes, itemsize: int) -> Bytes | None:
         moves.append(narrow)
         wide.append(values[far])
         size += steps[-1].nbytes + narrow.nbytes + wide[-1].nbytes
-        if size > _WORTH * new.nbytes:
+        if size > WORTH * new.nbytes:
             return None
     streams = [np.concatenate(stream) if stream else np.empty(0, np.uint8) for stream in (wide, steps, moves)]
     counts = np.array([stream.size for stream in streams], _COUNTS)

@@ -88,7 +88,8 @@ class StoredPiece(msgspec.Struct, omit_defaults=True):
     """Bytes of a file that make up a tensor: all of it, or its difference from the tensor with
     checksum ``base``.
 
-    ``folder``: folder name of the version that wrote the bytes; empty: the version itself.
+    ``folder``: folder name of the version that wrote the bytes; empty: the version itself. ``rank``: the difference
+    is ``scale`` times B A, and the bytes are those of A and B in the type of the tensor (``realsys.weights.low_rank``).
     """
 
     file: str
@@ -97,6 +98,8 @@ class StoredPiece(msgspec.Struct, omit_defaults=True):
     checksum: str  # xxh3-64 of these bytes, hex
     base: str = ""
     folder: str = ""
+    rank: int = 0
+    scale: float = 1.0
 
 
 class ShardInfo(msgspec.Struct):
@@ -258,6 +261,14 @@ def _check_tensor(path: Path, name: str, info: TensorInfo) -> None:
         VERSION.check_name(path, piece.file)
         if min(piece.start, piece.size) < 0 or (piece.folder and not VERSION.pattern.fullmatch(piece.folder)):
             raise WeightsError(f"{path}: a piece of tensor {name} is out of bounds: {piece}")
+        if piece.rank and (
+            len(info.shape) != 2
+            or info.dtype not in _HF_DTYPES
+            or piece.rank < 0
+            or piece.size != piece.rank * sum(info.shape) * ITEM_BYTES[info.dtype]
+            or not math.isfinite(piece.scale)
+        ):
+            raise WeightsError(f"{path}: a piece of tensor {name} is not an adapter of its shape {info.shape}: {piece}")
 
 
 # ---- versions of a role

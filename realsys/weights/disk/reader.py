@@ -1,4 +1,4 @@
-"""Reader of the tensors of a weight version: each byte is read once, and verified. numpy only, no torch.
+"""Reader of the tensors of a weight version: each byte is read once, and verified. No torch, except for adapters.
 
     held tensor, if any ──> missing pieces ──> read and hash ──> apply ──> hash of the result
 
@@ -196,7 +196,7 @@ class VersionReader:
         for piece in missing:
             if piece.base:
                 self._change(data, name, info, piece)
-            elif not self._found_elsewhere(piece, name, data):
+            elif len(missing) > 1 or not self._found_elsewhere(piece, name, data):  # elsewhere is the result
                 self._fetch(piece, name, data)
         if missing and missing[-1].base:
             start = time.perf_counter()
@@ -232,7 +232,10 @@ class VersionReader:
         self._fetch(piece, name, blob)
         start = time.perf_counter()
         try:
-            delta.apply(data, blob, ITEM_BYTES[info.dtype])
+            if piece.rank:
+                _merge(data, blob, info, piece)
+            else:
+                delta.apply(data, blob, ITEM_BYTES[info.dtype])
         except WeightsError as error:
             raise WeightsError(f"{self._path(piece)}: tensor {name}: {error}") from error
         self.report.apply_s += time.perf_counter() - start
@@ -342,6 +345,16 @@ def _missing(info: TensorInfo, held: HeldTensor | None) -> list[StoredPiece]:
             if info.pieces[at].base == held.checksum:
                 return info.pieces[at:]
     return info.pieces
+
+
+def _merge(data: Bytes, factors: Bytes, info: TensorInfo, piece: StoredPiece) -> None:
+    """Merge an adapter into the tensor ``data``, in place."""
+    from realsys.weights import low_rank
+    from realsys.weights.disk.dtypes import as_tensor
+
+    weight = as_tensor(data, info.dtype, info.shape)
+    a, b = low_rank.split_factors(as_tensor(factors, info.dtype, [-1]), piece.rank, info.shape[1])
+    low_rank.merge(weight, a, b, piece.scale, weight)
 
 
 def reading_threads(size: int, cores: int) -> int:

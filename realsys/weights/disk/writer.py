@@ -3,6 +3,8 @@
 tensor ──> equal to the one of the version before?  refer to its pieces
       └──> changed in a few elements?               store those (``delta``)
       └──> otherwise                                store it whole
+
+A tensor with an adapter refers to the frozen tensor under it, which is stored once, and the adapter is stored.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ from realsys.weights.disk.delta import Bytes
 from realsys.weights.disk.dtypes import as_bytes, dtype_name
 from realsys.weights.disk.manifest import ITEM_BYTES, DiskPlan, ShardInfo, StoredPiece, TensorInfo
 from realsys.weights.disk.plain_folders import write_safetensors
+from realsys.weights.low_rank import AdaptedTensors
 
+_ADAPTER = ".adapter"  # ending of the name under which an adapter is in a file
 #: (version folder, file)
 _File = tuple[str, str]
 
@@ -72,8 +76,8 @@ class ShardWriter:
         """Write ``tensors`` (HF names, any dtype, any device) as one fsynced safetensors file in a ``.tmp`` folder.
 
         ``base``: folder name of the version that this one may refer to. If this writer did not write it
-        last, everything is stored. ``checksums``: of the tensors for which they are known. Raises
-        WeightsError, which names path and cause (such as a full disk).
+        last, everything is stored. ``checksums``: of the tensors for which they are known; all of them if the share
+        has adapters. Raises WeightsError, which names path and cause (such as a full disk).
         """
         root = path.parent.parent
         folder = path.parent.name.removesuffix(TEMPORARY)
@@ -81,6 +85,9 @@ class ShardWriter:
         last = self._last.pop(root, _LastShare())
         if not base or last.folder != base:
             last = _LastShare()
+        adapted, served = (tensors, checksums) if isinstance(tensors, AdaptedTensors) else (None, checksums)
+        if adapted is not None:
+            tensors, checksums = _with_adapters(adapted, served)
         written = {name: self._compare(name, tensor, last, checksums.get(name)) for name, tensor in tensors.items()}
         _drop_old_files(written.values(), last.sizes)
         stored = {name: tensor.stored for name, tensor in written.items() if tensor.stored is not None}
@@ -98,11 +105,12 @@ class ShardWriter:
         share = _LastShare(folder, {name: tensor.info for name, tensor in written.items()})
         sizes = last.sizes | {(folder, path.name): sum(data.size for data in stored.values())}
         share.sizes = {key: sizes[key] for key in _bytes_needed(written.values())}
-        if self._deltas:
+        if self._deltas and adapted is None:
             for name, tensor in written.items():
                 share.data[name] = _remembered(tensor, tensors[name], last.data.get(name))
         self._last[root] = share
-        return ShardInfo(path.name, file.size, file.checksum, share.tensors)
+        infos = share.tensors if adapted is None else _served(adapted, share.tensors, served)
+        return ShardInfo(path.name, file.size, file.checksum, infos)
 
     def _compare(self, name: str, tensor: torch.Tensor, last: _LastShare, checksum: str | None) -> _Tensor:
         data = as_bytes(tensor)
@@ -157,6 +165,39 @@ class _Tensor:
         self.stored = self.data
         self.base = ""
         self.info.pieces = []
+
+
+def _with_adapters(
+    share: AdaptedTensors, checksums: Mapping[str, str]
+) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Return the tensors to be stored for a share with adapters, and their checksums as far as they are known.
+
+    ``checksums``: of the merged tensors.
+    """
+    stored, known = dict(share.frozen), dict(share.checksums)
+    for name, factors in share.factors.items():
+        if checksums[name] == share.checksums[name]:
+            continue  # B is 0
+        if factors.nbytes <= delta.WORTH * share.frozen[name].nbytes:
+            stored[name + _ADAPTER] = factors
+        else:
+            stored[name], known[name] = share[name], checksums[name]
+    return stored, known
+
+
+def _served(
+    share: AdaptedTensors, stored: Mapping[str, TensorInfo], checksums: Mapping[str, str]
+) -> dict[str, TensorInfo]:
+    """Return the tensors that servers make from the stored ones."""
+    infos: dict[str, TensorInfo] = {}
+    for name in share:
+        infos[name] = info = stored[name]
+        if name + _ADAPTER in stored:
+            [factors] = stored[name + _ADAPTER].pieces
+            change = msgspec.structs.replace(factors, base=info.checksum, rank=share.rank, scale=share.scale)
+            pieces = [*info.pieces, change]
+            infos[name] = msgspec.structs.replace(info, checksum=checksums[name], pieces=pieces)
+    return infos
 
 
 def _drop_old_files(tensors: Collection[_Tensor], sizes: Mapping[_File, int]) -> None:

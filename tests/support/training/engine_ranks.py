@@ -83,7 +83,7 @@ class Rank:
         return [self.packer.pack(own[i::count]) for i in range(count)]
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        return {name: tensor.clone() for name, tensor in self.engine.export(gradients=True)}
+        return {name: tensor.clone() for name, tensor in self.engine.export("gradients")}
 
     def weights(self) -> dict[str, torch.Tensor]:
         return {name: tensor.clone() for name, tensor in self.engine.export()}

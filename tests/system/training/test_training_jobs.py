@@ -9,6 +9,7 @@ from transformers import Qwen2Config, Qwen2ForSequenceClassification
 
 from realsys.config.schema import TinyModelConfig
 from realsys.data.arith import make_tiny_model, write_char_tokenizer
+from realsys.weights.disk.manifest import complete_versions, directory_name, load_manifest
 from tests.support.jobs.checkpoints import load_checkpoint, weights_differ
 from tests.support.jobs.jobs import arith, run, run_arith
 from tests.support.jobs.ledgers import check_finite, check_ledger
@@ -77,6 +78,13 @@ def test_adapters_are_trained_and_served_merged(tmp_path):
     changed = weights_differ(before, load_checkpoint(job.paths.final_model, "a1b2="))
     assert changed and all(re.search(r"(q|k|v|down)_proj\.weight", name) for name in changed), changed
     load_checkpoint(job.root / "hf" / "step-2", "a1b2=")
+    first, *later = [load_manifest(folder) for _, _, folder in complete_versions(job.paths.weights("actor"))]
+    assert not first.needs and later
+    for version in later:  # each has the adapters alone
+        assert version.needs == [directory_name(first.version, first.incarnation)]
+        adapted = {name for name, info in version.tensors.items() if info.pieces[-1].rank}
+        assert adapted == {name for name in version.tensors if re.search(r"(q|k|v|down)_proj\.weight", name)}
+        assert sum(file.size for file in version.files.values()) < sum(file.size for file in first.files.values()) / 4
 
 
 def test_folder_without_a_checkpoint_is_refused_at_start(tmp_path):

@@ -34,6 +34,15 @@ def test_deltas_add_a_copy_on_the_ranks(tmp_path):
     assert (delta.staged - plain.staged, delta.published - plain.published) == (0, size)
 
 
+@pytest.mark.parametrize(("transport", "engines", "more"), [("memory", 1, 1), ("group", 4, 2)])
+def test_host_of_servers_keeps_weights_under_adapters(transport, engines, more, tmp_path):
+    """By group each engine has a copy of its own; with adapters the host has a merged one, too."""
+    settings = ["allocation=serve.d4+d2m2", "generation.backend=sglang", f"weights.transport={transport}"]
+    plain, adapted = (use(math_config(tmp_path, "7B", *settings, f"train.lora.rank={rank}")) for rank in (0, 16))
+    size = 2 * read_model(tmp_path / "7B").parameters
+    assert (plain.staged, adapted.staged) == (engines * size, (engines + more) * size)
+
+
 def test_half_of_the_ranks_move_half_to_host(tmp_path):
     config = math_config(tmp_path, "1.5B", "allocation=serve.d4+d4", "train.offload=optimizer")
     whole, half = use(config), use(config, OnHost(2, 2, 2, ranks_on_gpu=True, servers_on_gpu=True))

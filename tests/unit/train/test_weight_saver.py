@@ -23,6 +23,7 @@ from realsys.weights.contract import PublisherParts
 from realsys.weights.disk.stage import HeldWeights, stage
 from realsys.weights.disk.transport import DiskPublisher
 from realsys.weights.disk.writer import DiskWriter, ShardWriter
+from realsys.weights.low_rank import factors_of
 
 CPU = Device(torch.device("cpu"), "gloo")
 BOUND_S = 60.0
@@ -53,6 +54,8 @@ class Actor:
         layout = SimpleNamespace(world_size=4)
         self.groups = SimpleNamespace(rank=1, mesh=SimpleNamespace(layout=layout))
         self.engine: Any = self
+        self.settings = SimpleNamespace(lora=SimpleNamespace(rank=0))
+        self.is_offloaded = False
 
     def export(self):
         yield "w", self.parameter.t()  # an export may be a view, and not contiguous
@@ -115,6 +118,41 @@ def test_memory_of_copy_is_used_again():
     before = saver._copies["actor"].tensors["w"].data_ptr()
     copy(saver, actor, 2)
     assert saver._copies["actor"].tensors["w"].data_ptr() == before
+
+
+class AdaptedActor(Actor):
+    """A role whose parameter is frozen, with an adapter that training changes. ``exported``: what was asked for."""
+
+    def __init__(self):
+        super().__init__()
+        self.settings.lora = SimpleNamespace(rank=1, alpha=2.0)
+        self.b = torch.zeros(3, 1)
+        self.exported: list[str] = []
+
+    def export(self, what="served"):
+        self.exported.append(what)
+        yield "w", factors_of(torch.ones(1, 2), self.b) if what == "adapters" else self.parameter.t()
+
+    def train(self, value):
+        self.b.fill_(value)
+
+
+def test_frozen_tensors_are_copied_once():
+    """With an adapter a version is its copy; the frozen tensors come with the first one, or after a checkpoint."""
+    writer, actor = Writer(), AdaptedActor()
+    saver = WeightSaver(0, writer, BOUND_S)
+    for version in (1, 2):
+        copy(saver, actor, version)
+        actor.train(9.0)
+        save(saver, version)
+    assert [values for _, values, _ in writer.wrote] == [[2.0] * 6, [4.0] * 6]
+    assert actor.exported == ["adapters", "frozen", "adapters"]
+    actor.parameter.data.fill_(1.0)
+    saver.forget_frozen("actor")
+    copy(saver, actor, 3)
+    save(saver, 3)
+    checksums = {"w": xxhash.xxh3_64_hexdigest(torch.full((3, 2), 7.0).numpy().tobytes())}
+    assert writer.wrote[-1] == (3, [7.0] * 6, checksums)
 
 
 def test_delta_is_from_the_version_before(tmp_path):

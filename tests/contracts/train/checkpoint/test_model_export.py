@@ -57,12 +57,7 @@ def test_exported_weights_are_those_of_the_ranks(setup, models, tmp_path):
     export_checkpoint(directory, tmp_path / "out", setup.config, models[setup.model])
     found = stored(tmp_path / "out")
     assert found.keys() == expected.keys()
-    different = [name for name in expected if not torch.equal(found[name], expected[name])]
-    if setup.lora:  # ranks multiply slices of the adapters: in another order of sums
-        assert all(torch.allclose(found[name], expected[name], rtol=2**-7) for name in different)
-        assert len(different) < len(expected) // 2
-    else:
-        assert different == []
+    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
     assert load_manifest(tmp_path / "out").step == BEFORE
 
 

@@ -98,7 +98,7 @@ def test_offloaded_engine_refuses_calls_that_need_memory(path):
             lambda: engine.accumulate(batches, NLL),
             lambda: engine.step(0.1),
             lambda: engine.use_optimizer("warmup", ADAM),
-            lambda: list(engine.export(gradients=True)),
+            lambda: list(engine.export("gradients")),
         ):
             with pytest.raises(ModelError, match="role actor.* offloaded: call 'onload' first"):
                 call()

@@ -170,7 +170,7 @@ def one_rank(rank, device, path, config, layout):
         prox = {ref.sample_id: role.data.get(ref.sample_id, "prox_logprobs") for ref in own}
     request = MfcRequest("actor_train", "actor", "actor_train", 0, 0, [parts], args={"lr": 0.0})
     stats = find_handler("actor_train").run(role, request).stats
-    gradients = {name: tensor.clone() for name, tensor in role.engine.export(gradients=True)}
+    gradients = {name: tensor.clone() for name, tensor in role.engine.export("gradients")}
     return Found(prox, stats, exported, gradients)
 
 

@@ -256,7 +256,7 @@ def one_rank(rank, device, config, meshes, folders):
         call("critic_train", "critic", lr=0.0)
     call("actor_train", "actor", lr=0.0, **kl)
     for role, engine in ((name, own.engine) for name, own in worker.roles.items() if name in TRAINED):
-        step.gradients[role] = {name: tensor.clone() for name, tensor in engine.export(gradients=True)}
+        step.gradients[role] = {name: tensor.clone() for name, tensor in engine.export("gradients")}
     running = worker.roles["critic"].running_values if "critic" in worker.roles else None
     return Found(step, (running.mean, running.std) if running is not None else (math.nan, math.nan))
 

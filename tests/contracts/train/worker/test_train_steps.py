@@ -97,7 +97,7 @@ def test_skipping_zero_advantages_changes_no_gradient(model):
             fill(role, arrays)
             inference = call(role, "actor_inf", [refs])
             stats = call(role, "actor_train", [refs], lr=0.0)
-            found.append((inference, stats, dict(role.engine.export(gradients=True))))
+            found.append((inference, stats, dict(role.engine.export("gradients"))))
         return found
 
     [[(all_inf, all_stats, all_grads), (some_inf, some_stats, some_grads)]] = run_ranks(1, body, make_config(), D1)
@@ -126,7 +126,7 @@ def test_zero_advantages_keep_other_gradients(model, term):
             fill(role, reference)
             call(role, "actor_inf", [refs])
             stats = call(role, "actor_train", [refs], lr=0.0, kl_coef=0.5)
-            results.append((stats, dict(role.engine.export(gradients=True))))
+            results.append((stats, dict(role.engine.export("gradients"))))
         return results
 
     [[(all_stats, all_grads), (some_stats, some_grads)]] = run_ranks(1, body, make_config(), D1)
