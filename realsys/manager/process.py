@@ -346,14 +346,17 @@ class WeightUpdates:
 
     async def _shift(self, order: Shift) -> None:
         """Make a lent server fall asleep or wake."""
-        servers, what = self._service.state.servers, "sleep" if order.sleeps else "wake"
-        call = self._client.sleep if order.sleeps else self._client.wake
+        servers, server = self._service.state.servers, order.server
         try:
-            with span(what, server=order.server):
-                await call(order.url)
+            if order.sleeps:
+                with span("sleep", server=server):
+                    await self._client.sleep(order.url)
+            else:
+                with span("wake", server=server):
+                    await self._client.wake(order.url)
         except GenerationError as error:
             servers.unshifted(order, str(error), self._service.clock())
-            log.warning("%s: %s failed: %s", order.server, what, error)
+            log.warning("%s: did not %s: %s", server, "fall asleep" if order.sleeps else "wake", error)
         else:
             servers.shifted(order, self._service.clock())
 

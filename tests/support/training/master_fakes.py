@@ -29,6 +29,7 @@ from realsys.manager.messages import (
 from realsys.manager.operations import status
 from realsys.model_calls import MfcRequest
 from realsys.rollout.episodes import reason_to_drop
+from realsys.train.master.devices import Devices
 from realsys.train.master.intake_decisions import IntakeSettings, IntakeState
 from realsys.train.master.loop import Intake, TrainLoop, TrainLoopParts
 from realsys.train.master.step import CallArguments, StepRunner, plan_roles
@@ -168,6 +169,10 @@ class Disk:
         self.wrote.append("stopped" if stopped else "finish")
 
 
+async def unused(*_: object) -> Any:
+    raise AssertionError("no server shares devices with a rank")
+
+
 class NoEvaluations:
     async def finished(self) -> list[dict[str, Any]]:
         return []
@@ -197,6 +202,7 @@ class Run:
             arguments=self.arguments,
             evaluations=NoEvaluations(),  # type: ignore[arg-type]
             show=self._show,
+            devices=Devices(unused, unused, incarnation="", timeout_s=BOUND_S, shared=False),
             **parts,
         )
         total_steps = config.train.total_steps
