@@ -181,7 +181,24 @@ class ManagerState:
         if self.ledger.exhausted or (needed and self.ledger.counted >= needed):
             return "exhausted"
         weights = self.bound.oldest_weights(self.ledger.counted + 1)
-        return None if weights <= self.version and self._is_served(self.minimum(weights)) else "staleness"
+        if weights > self.version or not self._is_served(self.minimum(weights)):
+            return "staleness"
+        return "asleep" if self._have_their_share() else None
+
+    def _have_their_share(self) -> bool:
+        """Return True if the awake servers have their share of the groups, while lent servers sleep and will wake.
+
+        A version is published while they sleep. If all its tickets went to the others, these would have too many
+        completions, and the lent servers would wake to nothing. While a batch is ready, the trainer keeps the devices.
+        """
+        servers = self.servers.all() if self.servers.lending.lent else []
+        asleep = [server.name for server in servers if self.servers.rests(server) and not server.quarantined]
+        if not asleep or self.ledger.counts.open["finished"] >= self.settings.batch_groups:
+            return False
+        running = self.ledger.counts.open["running"]
+        groups = running + self.bound.headroom(self.ledger.counted, self.version)
+        waiting = sum(self.reservations.load(name)[0] for name in asleep) / self.settings.group_size
+        return running - waiting >= groups * (1 - len(asleep) / len(servers))
 
     def _is_served(self, minimum: int) -> bool:
         """Return True if as many servers serve ``minimum`` or a newer version as are about to.

@@ -23,7 +23,7 @@ MOST_METRICS = 64  # names per completion
 BLOCK = 64  # tokens; engines share prefixes in whole pages, so smaller blocks would find no more
 MAX_BLOCKS = 32  # hashes per request
 
-RefusalReason = Literal["staleness", "exhausted", "no_server", "paused"]
+RefusalReason = Literal["staleness", "exhausted", "no_server", "asleep", "paused"]
 Identifier = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
 #: Incarnation of a trainer that may be unknown: "" before the first has rolled back.
 AnyIncarnation = Annotated[str, msgspec.Meta(max_length=128)]

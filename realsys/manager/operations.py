@@ -265,6 +265,8 @@ def explain(state: ManagerState) -> str:
             return "the master says the trial is done"
         case "no_server":
             return state.servers.explain()
+        case "asleep":
+            return "the other servers have their share of the groups: waiting for the lent servers to wake"
 
 
 def servers(state: ManagerState, now: float) -> list[dict[str, Any]]:

@@ -344,6 +344,8 @@ class ServerRegistry:
             return None if server.asleep is False and turn == "servers" else Idle()
         if server.retry_at > now:
             return Idle(server.retry_at)
+        if not sleeps:
+            server.asleep = None  # from the order on: it may have memory before it says so
         return Shift(server.name, server.address.incarnation, server.address.url, sleeps)
 
     def shifted(self, order: Shift, now: float) -> None:

@@ -147,6 +147,7 @@ _CLOSED = {
     "staleness": "waits for the trainer (bound)",
     "exhausted": "all groups granted",
     "no_server": "no server has weights yet",
+    "asleep": "waits for servers that share devices",
     "paused": "paused",
 }
 #: states of a server, the worst first; others are between these and the calm ones

@@ -108,6 +108,36 @@ def test_a_server_that_is_gone_is_not_waited_for_and_a_new_one_sleeps_first():
     assert isinstance(order, Shift) and order.sleeps
 
 
+def test_a_server_that_wakes_is_waited_for_when_the_turn_ends_first():
+    state = lent()
+    move(state, "trainer")
+    shift(state, sleeps=True)
+    move(state, "servers")
+    order = state.next_order(NAME, "1", 0.0)
+    assert isinstance(order, Shift) and not order.sleeps
+    reply = move(state, "trainer")
+    assert not reply.done and reply.reason == f"{NAME} must fall asleep", "it may have memory already"
+    state.servers.shifted(order, 0.0)
+    shift(state, sleeps=True)
+    assert move(state, "trainer").done
+
+
+def test_groups_are_left_for_the_servers_that_sleep():
+    """Two servers may run 12 groups: while one sleeps, the other has half of them."""
+    state = lent(batch_groups=4, eta=2)
+    move(state, "trainer")
+    shift(state, sleeps=True)
+    granted = tickets(state, 20)
+    assert len(granted) == 6 and state.refusal() == "asleep"
+    assert "lent servers" in status(state, 0.0, 0.0)["admission"]["explanation"]
+    finish(state, granted[0])
+    assert state.refusal() is None, "a place is free"
+    move(state, "servers")
+    shift(state, sleeps=False)
+    update(state, 1)
+    assert len(tickets(state, 20)) == 6
+
+
 def test_an_evaluation_ends_before_its_only_servers_sleep():
     state = lent(servers=1)
     state.evaluate(EvaluateRequest("e", "eval", 1, incarnation=A), 0.0)
