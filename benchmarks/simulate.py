@@ -33,7 +33,7 @@ SCENARIOS = {
 def simulate(scenario: str, size: str, policy: str, steps: int) -> dict[str, Any]:
     servers, workers = SIZES[size]
     name, overrides = SCENARIOS[scenario]
-    settings = [*overrides, f"sim.server.count={servers}", f"rollout.workers={workers}", f"sim.steps={steps}"]
+    settings = [*overrides, f"allocation=serve.d{servers}+d8", f"rollout.workers={workers}", f"sim.steps={steps}"]
     if policy == UNBOUNDED:
         settings += ["asynchronous.stale_policy=train", "asynchronous.max_staleness=50"]
     else:

@@ -128,7 +128,7 @@ def results(simulation: Simulation, wall_s: float) -> dict[str, Any]:
     and those of all granted ones. ``largest_load``: of the most loaded server, over the mean; both averaged over time.
     """
     plan, account, clock = simulation.plan, simulation.account, simulation.clock
-    config, sim, seconds = plan.config, plan.sim, max(simulation.clock.now, 1e-9)
+    config, seconds = plan.config, max(simulation.clock.now, 1e-9)
     sampled = max(1, account.sampled - account.evaluated)
     open_tokens = sum(group.tokens for group in simulation.open)
     issues = [1 + drops for drops in account.stale_issues.values()]
@@ -137,7 +137,7 @@ def results(simulation: Simulation, wall_s: float) -> dict[str, Any]:
         "command": plan.command(),
         "scenario": plan.scenario,
         "seed": config.seed,
-        "servers": sim.server.count,
+        "servers": simulation.servers,
         "workers": config.rollout.workers,
         "batch_groups": config.train.batch_groups,
         "group_size": config.rollout.group_size,

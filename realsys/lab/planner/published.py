@@ -156,7 +156,7 @@ def _servers(split: Sequence[int]) -> int:
 def _unit(servers: int, training: float, eta: int, mean: float) -> float:
     """Return the seconds of a step of the small trial, in which as many groups are sampled as a batch has."""
     completions = _GROUPS * _SIZE / SHARES
-    config = endless(_config(eta), 1)
+    config = endless(_config(eta, servers), 1)
     sigma = _SIGMA if mean < 0.5 else _NARROW
     settings = SimSettings(
         steps=eta + 2 + _STEPS,
@@ -166,7 +166,6 @@ def _unit(servers: int, training: float, eta: int, mean: float) -> float:
         stalled_h=1e6,
         lengths=LengthSettings(kind="lognormal", mean=mean * _LIMIT, sigma=sigma, longest=_LIMIT, prompt_share=0.5),
         server=ServerSettings(
-            count=servers,
             tokens_per_s=1.0 / (_TOKEN_S * (1.0 - _GROWS)),
             s_per_completion=_TOKEN_S * _GROWS / completions,
             total_tokens_per_s=1e9,
@@ -182,9 +181,10 @@ def _unit(servers: int, training: float, eta: int, mean: float) -> float:
     return (steps[-1]["time"] - steps[0]["time"]) / (len(steps) - 1)
 
 
-def _config(eta: int) -> Config:
+def _config(eta: int, servers: int) -> Config:
     workers = 4
     changes = {
+        "allocation": f"serve.d{servers}+d1",
         "train.batch_groups": _GROUPS,
         "rollout.group_size": _SIZE,
         "rollout.workers": workers,

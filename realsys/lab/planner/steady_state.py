@@ -151,7 +151,6 @@ def sim_settings(costs: Costs, config: Config, lengths: LengthSample, steps: int
             prompt_share=lengths.prompt_share,
         ),
         server=ServerSettings(
-            count=allocation.inference.data,
             tokens_per_s=1.0 / max(costs.token, 1.0 / _FAST),
             s_per_completion=costs.token_per_running,
             total_tokens_per_s=_FAST,
@@ -199,7 +198,7 @@ def check_apart(config: Config) -> Allocation:
     """Return the allocation. Raises ConfigError if servers use devices in turn with training ranks."""
     allocation = parse_allocation(config.allocation)
     if allocation.lent:
-        problem = "the simulation does not know servers and training ranks that use devices in turn"
+        problem = "planning fits no cost of servers and training ranks that use devices in turn"
         raise ConfigError("allocation", config.allocation, f"{problem}: record and plan runs with + in place of |")
     return allocation
 

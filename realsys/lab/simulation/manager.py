@@ -23,6 +23,7 @@ from realsys.manager.ledger.events import Event
 from realsys.manager.ledger.journal import decode_record, encode_record
 from realsys.manager.messages import MAX_WAIT_S, AllocateRequest, NoServer, Refusal
 from realsys.manager.operations import Operation
+from realsys.manager.routing.lending import Shift
 from realsys.manager.routing.placement import LOAD_PERIOD_S
 from realsys.manager.routing.servers import Idle, Probe, UpdateOrder
 from realsys.types import PublishedVersion, ServerAddress
@@ -293,6 +294,10 @@ class Servers(Protocol):
         """Load the target; call ``done`` with the error, or "" at the end."""
         ...
 
+    def shift(self, order: Shift, done: Callable[[str], None]) -> None:
+        """Let a server sleep or wake; call ``done`` with the error, or "" at the end."""
+        ...
+
 
 class ServerTasks:
     """Tasks of one life of the manager. After ``stop`` no reply of a server reaches its state."""
@@ -331,6 +336,8 @@ class ServerTasks:
             order = state.next_order(*key, now)
             if isinstance(order, UpdateOrder):
                 self._update(key, order)
+            elif isinstance(order, Shift):
+                self._shift(key, order)
             elif isinstance(order, Idle) and order.until is not None:
                 self._clock.at(order.until, self.look, name)
             if state.outbox or state.servers.due:
@@ -353,6 +360,21 @@ class ServerTasks:
         else:
             self._state.servers.answered(probe, *info, self._clock.now)
         self._settle()
+
+    def _shift(self, key: tuple[str, str], order: Shift) -> None:
+        self._updating.add(key)
+
+        def ended(error: str) -> None:
+            if self._stopped:
+                return
+            self._updating.discard(key)
+            if error:
+                self._state.servers.unshifted(order, error, self._clock.now)
+            else:
+                self._state.servers.shifted(order, self._clock.now)
+            self._settle()
+
+        self._servers.shift(order, ended)
 
     def _update(self, key: tuple[str, str], order: UpdateOrder) -> None:
         began = self._clock.now

@@ -405,9 +405,16 @@ class Lengths:
         """Return the tokens of each of the ``ticket.n`` completions."""
         prompt = self._prompt * Random(self._seed << 32 | ticket.prompt_index).gauss(0.0, 1.0)
         gauss = Random(ticket.seed).gauss
-        return [self._quantile(prompt + self._episode * gauss(0.0, 1.0)) for _ in range(ticket.n)]
+        factor = self._growth(int(ticket.ticket_id)) if ticket.kind == "train" else 1.0
+        return [self._quantile(prompt + self._episode * gauss(0.0, 1.0), factor) for _ in range(ticket.n)]
 
-    def _quantile(self, score: float) -> int:
+    def _growth(self, number: int) -> float:
+        """Return the factor of the lengths of a train ticket: it grows by the same share from ticket to ticket."""
+        s = self._settings
+        passed = (number - s.grows_from) / max(1, s.grows_to - s.grows_from)
+        return float(s.growth ** min(1.0, max(0.0, passed)))
+
+    def _quantile(self, score: float, factor: float) -> int:
         s = self._settings
         if s.kind == "lognormal":
             tokens = math.exp(self._mu + s.sigma * score)
@@ -422,7 +429,7 @@ class Lengths:
                 tokens = s.shortest + below * (s.longest - s.shortest)
             else:
                 tokens = self._values[min(int(below * len(self._values)), len(self._values) - 1)]
-        return max(s.shortest, min(int(tokens), s.longest))
+        return max(s.shortest, min(int(factor * tokens), s.longest))
 
 
 def recorded_lengths(trial: str) -> list[int]:

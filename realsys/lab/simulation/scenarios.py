@@ -31,12 +31,14 @@ class LengthSettings(Section):
     prompt_share: Probability = Field(0.95, description="share of the variance that is common to the group's episodes")
     trial: str = Field("", description="trial: folder of a trial with records of steps; its lengths are drawn")
     values: list[Positive] = Field([], description="values: lengths that are drawn, in ascending order")
+    growth: PositiveFloat = Field(1.0, description="factor that the lengths have grown by in the end")
+    grows_from: NonNegative = Field(0, description="number of the ticket from which they grow")
+    grows_to: NonNegative = Field(0, description="number of the ticket at which they have grown")
 
 
 class ServerSettings(Section):
-    """A generation server."""
+    """A generation server. ``allocation`` has their number."""
 
-    count: Positive = Field(8, description="number of servers")
     tokens_per_s: PositiveFloat = Field(40.0, description="tokens per second of one completion, at most")
     total_tokens_per_s: PositiveFloat = Field(
         20000.0, description="tokens per second of a server, shared by its completions"
@@ -51,6 +53,10 @@ class ServerSettings(Section):
     recompute_tokens_per_s: NonNegativeFloat = Field(
         0.0, description="after a swap the cache is computed again at this rate; 0: it is kept"
     )
+    sleep_s: NonNegativeFloat = Field(1.0, description="seconds to release the memory, if the server shares devices")
+    wake_s: NonNegativeFloat = Field(
+        2.0, description="seconds to take it again; then it stages, swaps, and computes the cache by prefill"
+    )
     start_s: PositiveFloat = Field(60.0, description="seconds from a death to the next start")
 
 
@@ -60,6 +66,9 @@ class TrainerSettings(Section):
     step_s: NonNegativeFloat = Field(60.0, description="seconds of a step, without the part per token")
     step_s_per_token: NonNegativeFloat = Field(0.0, description="seconds of a step per trained token")
     publish_s: NonNegativeFloat = Field(1.0, description="seconds to write and publish a version, during the next step")
+    move_s: NonNegativeFloat = Field(
+        2.0, description="seconds of the ranks to leave devices that servers share, and again to return"
+    )
     start_s: PositiveFloat = Field(120.0, description="seconds from a death to the roll-back of the next start")
 
 
@@ -82,7 +91,7 @@ class FaultSettings(Section):
     manager_restarts: NonNegativeFloat = 0.0
     trainer_restarts: NonNegativeFloat = 0.0
     false_report: NonNegativeFloat = Field(0.0, description="a rollout reports a server that is well")
-    update_fails: NonNegativeFloat = Field(0.0, description="a server cannot load the version that it stages")
+    update_fails: NonNegativeFloat = Field(0.0, description="a server cannot load a version, sleep or wake")
     reply_lost: NonNegativeFloat = Field(0.0, description="a reply of the manager is lost, and the call repeated")
     notice_lost: NonNegativeFloat = Field(0.0, description="a stored group is lost before the master hears of it")
     rollout_fails: NonNegativeFloat = Field(0.0, description="an agent fails with its whole group")
@@ -112,6 +121,7 @@ class SimSettings(Section):
 
 
 _PAPER_LIKE = {
+    "allocation": "serve.d8+d8",
     "train.batch_groups": 64,
     "train.total_steps": 1_000_000,  # grants never end: the last batches of a run are biased in length
     "rollout.group_size": 16,
@@ -132,6 +142,7 @@ SCENARIOS: dict[str, dict[str, Any]] = {
         "sim.lengths.longest": 72000,
     },
     "faults": {
+        "allocation": "serve.d3+d1",
         "train.batch_groups": 4,
         "train.total_steps": 1_000_000,
         "rollout.group_size": 2,
@@ -148,7 +159,6 @@ SCENARIOS: dict[str, dict[str, Any]] = {
         "sim.prompts": 20_000,
         "cluster.request_timeout_s": 36_000.0,  # faults may take a group many times
         "sim.lengths.mean": 6000.0,
-        "sim.server.count": 3,
         "sim.trainer.step_s": 120.0,
         "sim.faults.server_dies": 0.5,
         "sim.faults.worker_dies": 0.5,

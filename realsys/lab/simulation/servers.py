@@ -48,7 +48,9 @@ class EngineRequest:
 class SimulatedEngine:
     """One incarnation of a server."""
 
-    def __init__(self, clock: Clock, settings: ServerSettings, host: Host | None = None) -> None:
+    def __init__(
+        self, clock: Clock, settings: ServerSettings, host: Host | None = None, *, asleep: bool = False
+    ) -> None:
         self.clock = clock
         self.settings = settings
         self.host = host or Host(HostSettings())
@@ -66,6 +68,10 @@ class SimulatedEngine:
         self._swaps: list[tuple[float, int]] = []  # (work, version)
         self._before = 0.0  # sum of ``_before`` over the running pieces
         self._recompute: HostJob | None = None  # of the cache, while it is computed again
+        self.asleep = asleep
+        self._sleeps = asleep  # by the last order
+        self._shifted_at = 0.0  # end of that order
+        self._emptied = asleep  # the cache went with the memory
 
     def submit(self, request: EngineRequest) -> None:
         """Start the pieces of a request."""
@@ -117,10 +123,38 @@ class SimulatedEngine:
         self._set_rate()
         self.clock.after(self.settings.swap_s, self._loaded, target, done)
 
+    def shift(self, sleeps: bool, done: Callable[[], None]) -> None:
+        """Release the memory, or take it again, after the order before; then call ``done``.
+
+        Requests wait with the tokens that they have, until the swap after the wake.
+        """
+        self._paused = self._paused or sleeps
+        self._advance()
+        self._set_rate()
+        seconds = self.settings.sleep_s if sleeps else self.settings.wake_s
+        begin = max(self.clock.now, self._shifted_at)
+        self._shifted_at = begin + (seconds if sleeps != self._sleeps else 0.0)
+        self._sleeps = sleeps
+        self.clock.at(self._shifted_at, self._shifted, sleeps, done)
+
+    def _shifted(self, sleeps: bool, done: Callable[[], None]) -> None:
+        if self.up:
+            self.asleep = sleeps
+            if sleeps:
+                self._paused = self._emptied = True  # a manager before this one may have swapped meanwhile
+                self.serving = None
+                self._advance()
+                self._set_rate()
+                if self._recompute is not None:
+                    self._recompute.cancel()
+        done()
+
     def _loaded(self, target: PublishedVersion, done: Callable[[], None]) -> None:
-        if not self.up:
+        if not self.up or self.asleep:
             return
         rate, swapped = self.settings.recompute_tokens_per_s, partial(self._swapped, target, done)
+        if self._emptied:
+            rate = rate or self.settings.prefill_tokens_per_s
         if not rate:
             swapped()
         else:
@@ -134,7 +168,7 @@ class SimulatedEngine:
     def _swapped(self, target: PublishedVersion, done: Callable[[], None]) -> None:
         self._recompute = None
         self._advance()
-        self._paused = False
+        self._paused = self._emptied = False
         self.serving = target
         self._swaps.append((self._work, target.version))
         self._fill()

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from random import Random
 
+from realsys.config.allocation import lent_servers, parse_allocation
 from realsys.lab.simulation.clock import Account, Clock
 from realsys.lab.simulation.manager import ManagerMachine, heartbeat
 from realsys.lab.simulation.rollout import GroupRun, Lengths, Worker
@@ -16,6 +17,7 @@ from realsys.lab.simulation.trainer import SimulatedTrainer
 from realsys.manager.decisions import ManagerSettings
 from realsys.manager.ledger.events import Event, Reissued
 from realsys.manager.ledger.ledger import STALE
+from realsys.manager.routing.lending import Shift
 from realsys.manager.routing.placement import LOAD_PERIOD_S
 from realsys.manager.routing.servers import UpdateOrder
 from realsys.types import PublishedVersion, SampleMeta, ServerAddress
@@ -34,6 +36,8 @@ class Simulation:
         self.host = Host(self.sim.host)
         self.account = Account()
         self.random = Random(self.config.seed)
+        self.servers = parse_allocation(self.config.allocation).inference.data
+        self.lent = lent_servers(self.config)
         self.lengths = Lengths(self.sim.lengths, self.config.seed)
         self.agent_failures = 0
         self.false_reports = 0
@@ -58,7 +62,7 @@ class Simulation:
 
     def run(self, progress: Callable[[Simulation], None] = lambda _: None) -> None:
         """Run to the end of the plan. Raises Broken, with the command that repeats it, if an invariant fails."""
-        for index in range(self.sim.server.count):
+        for index in range(self.servers):
             self.start_server(f"generation_server/{index}")
         for index in range(self.config.rollout.workers):
             self.start_worker(f"rollout_worker/{index}")
@@ -100,7 +104,7 @@ class Simulation:
 
     def start_server(self, name: str) -> None:
         self.births[name] = self.births.get(name, 0) + 1
-        self.engines[name] = SimulatedEngine(self.clock, self.sim.server, self.host)
+        self.engines[name] = SimulatedEngine(self.clock, self.sim.server, self.host, asleep=name in self.lent)
         self._tell_servers()
 
     def kill_server(self, name: str) -> None:
@@ -185,10 +189,21 @@ class Simulation:
         elif self.failing_updates:
             self.failing_updates -= 1
             done("simulated error")
+        elif engine.asleep:
+            done("asleep")
         elif order.target not in self.versions:
             done(f"{order.target.locator} cannot be read")
         else:
             engine.swap(order.target, partial(done, ""))
+
+    def shift(self, order: Shift, done: Callable[[str], None]) -> None:
+        """Let a server sleep or wake. It fails if the server dies, or if a fault is due."""
+        engine = self._addressed(order.server, order.incarnation)
+        if engine is None or self.failing_updates:
+            self.failing_updates -= engine is not None
+            self.clock.after(self.sim.call_s, done, "connection refused" if engine is None else "simulated error")
+        else:
+            engine.shift(order.sleeps, lambda: done("" if engine.up else "connection closed"))
 
     def _addressed(self, name: str, incarnation: str) -> SimulatedEngine | None:
         engine = self.engines.get(name)
@@ -254,7 +269,7 @@ class Simulation:
         account, seconds = self.account, now - self._routable_since
         if self._routable >= 0:
             account.routable_s += self._routable * seconds
-            account.served_s += self.sim.server.count * seconds
+            account.served_s += self.servers * seconds
         self._routable_since, self._revision = now, servers.revision
         if self._routable >= 0 or servers.published is not None:
             self._routable = len(self.manager.state.router.routes(None))
@@ -366,7 +381,7 @@ class Broken(AssertionError):
 
 def check_cheap(simulation: Simulation) -> None:
     """Check everything that takes time in proportion to the open tickets. Raises Broken."""
-    for check in (_audit, _tokens, _servers, _reservations, _ledger):
+    for check in (_audit, _tokens, _servers, _devices, _reservations, _ledger):
         if problem := check(simulation):
             raise Broken(problem, simulation)
 
@@ -426,6 +441,18 @@ def _servers(simulation: Simulation) -> str:
             if serving is None or (serving.incarnation, serving.version) < (verified.incarnation, verified.version):
                 return f"fenced-weights: {load.name} is trusted with {verified}, and serves {serving}"
     return ""
+
+
+def _devices(simulation: Simulation) -> str:
+    """``one-at-a-time``: no server has memory on devices on which the trainer computes."""
+    if not simulation.trainer.computes:
+        return ""
+    awake = [
+        name
+        for name in sorted(simulation.lent & simulation.engines.keys())
+        if (engine := simulation.engines[name]).up and not engine.asleep
+    ]
+    return f"one-at-a-time: the trainer computes, and {awake[0]} is awake" if awake else ""
 
 
 def _reservations(simulation: Simulation) -> str:

@@ -1,17 +1,20 @@
 """Cost model of the trainer around the production intake: batches, steps, publications, reports, restarts.
 
-groups ──push──> Intake ──batch──> claim ──> step (cost) ──> trained ──> checkpoint ─┐
-                    ^                            └──> publish (cost), one at a time  │
-                    └────────────────────────────────────────────────────────────────┘
+groups ──push──> Intake ──batch──> claim ──> take ──> step (cost) ──> trained ──> checkpoint ─┐
+                    ^                                     └──> publish (cost), one at a time  │
+                    └──── give back, unless there is another batch <──────────────────────────┘
+
+It takes devices, and gives them back, only if servers share them, as ``realsys.train.master.devices``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from realsys.algorithm.token_losses import STALE
+from realsys.config.allocation import lent_servers
 from realsys.config.evaluation_sets import EvaluationSet, evaluation_sets, id_of_set
 from realsys.config.schema import Config
 from realsys.config.schema_data import HELD_OUT
@@ -21,8 +24,17 @@ from realsys.lab.simulation.manager import ManagerMachine
 from realsys.lab.simulation.rollout import GroupRun
 from realsys.lab.simulation.scenarios import SimSettings
 from realsys.lab.simulation.servers import Host, HostJob
-from realsys.manager.messages import ClaimRequest, EvaluateRequest, Refusal, RollBackRequest, TrainedRequest
-from realsys.manager.operations import CLAIM, EVALUATE, ROLL_BACK, STATUS, TRAINED
+from realsys.manager.messages import (
+    ClaimRequest,
+    DevicesReply,
+    DevicesRequest,
+    EvaluateRequest,
+    Refusal,
+    RollBackRequest,
+    TrainedRequest,
+)
+from realsys.manager.operations import CLAIM, DEVICES, EVALUATE, ROLL_BACK, STATUS, TRAINED
+from realsys.train.master.devices import HELD_S
 from realsys.train.master.intake_decisions import IntakeSettings, IntakeState, TrainBatch
 from realsys.train.master.publish import VersionsInUse
 from realsys.train.master.recovery import eval_id_of
@@ -77,11 +89,18 @@ class SimulatedTrainer:
         self._step: HostJob | None = None
         self._publishing = False
         self._blocked: Callable[[], None] | None = None  # act that waits for the end of the publication
+        self._shared = bool(lent_servers(world.config))
+        self._turn: Literal["unknown", "trainer", "servers"] = "unknown"
 
     @property
     def settled(self) -> bool:
         """True while the manager knows of every step that this trainer has taken."""
-        return self._phase in ("waiting", "claiming", "training")
+        return self._phase in ("waiting", "claiming", "taking", "training", "leaving")
+
+    @property
+    def computes(self) -> bool:
+        """True from the moment that it has the devices until its step has ended."""
+        return self.up and self._phase == "training"
 
     @property
     def incarnation(self) -> str:
@@ -97,6 +116,7 @@ class SimulatedTrainer:
         self._phase = "rolling back"
         self._publishing = False
         self._blocked = None
+        self._turn = "unknown"
         self.in_use = VersionsInUse()
         self._intake = IntakeState(IntakeSettings.of(self._world.config), self.incarnation)
         request = RollBackRequest(self.checkpoint, self.checkpoint, self.incarnation)
@@ -134,6 +154,9 @@ class SimulatedTrainer:
         self._world.account.roll_back(self.version)
         del self.weights[self.version :]
         self.logged = self.version
+        self._take(self._loaded, batch=False)
+
+    def _loaded(self) -> None:
         self._publish()
         pushes, self._pushes = self._pushes, []
         for push in pushes:
@@ -179,9 +202,36 @@ class SimulatedTrainer:
 
     def _wait(self) -> None:
         """Wait for the next batch."""
-        self._phase = "waiting"
         self._waiting_since = self._world.clock.now
+        if self._shared and self._turn != "servers" and not self._intake.has_batch:
+            self._phase = "leaving"
+            self._when_published(partial(self._later, self._world.sim.trainer.move_s, self._leave))
+            return
+        self._phase = "waiting"
         self._propose()
+
+    def _leave(self) -> None:
+        def left(_: DevicesReply) -> None:
+            self._turn = "servers"
+            self._phase = "waiting"
+            self._propose()
+
+        self._call(DEVICES, DevicesRequest(self.incarnation, "servers"), left)
+
+    def _take(self, then: Callable[[], None], *, batch: bool = True) -> None:
+        """Do ``then`` when all servers that share the devices sleep."""
+        if not self._shared or self._turn == "trainer":
+            then()
+            return
+
+        def taken(reply: DevicesReply) -> None:
+            if reply.done:
+                self._turn = "trainer"
+                self._later(self._world.sim.trainer.move_s, then)
+            else:
+                self._take(then, batch=batch)
+
+        self._call(DEVICES, DevicesRequest(self.incarnation, "trainer", batch, HELD_S), taken)
 
     def _propose(self) -> None:
         if self._phase != "waiting":
@@ -206,6 +256,8 @@ class SimulatedTrainer:
         self._later(STATUS_S, partial(self._check_wait, wait))
 
     def _check_status(self, status: Mapping[str, Any]) -> None:
+        if self._turn == "servers" and status["devices"]["turn"] == "unknown":
+            self._call(DEVICES, DevicesRequest(self.incarnation, "servers"), lambda _: None)
         try:
             self._intake.check_wait(status, self._world.clock.now)
         except PromptsUsedUp as end:
@@ -220,15 +272,22 @@ class SimulatedTrainer:
             self._phase = "waiting"
             self._propose()
             return
-        world, now = self._world, self._world.clock.now
-        account, costs = world.account, world.sim.trainer
+        now, account = self._world.clock.now, self._world.account
         account.wait("batch", now - self._waiting_since)
         for group in self._batch:
             account.wait("buffer", now - group.arrived)
+        self._phase = "taking"
+        moves = self._shared and self._turn != "trainer"
+        self._take(partial(self._compute, batch, now - self._waiting_since, now if moves else None))
+
+    def _compute(self, batch: TrainBatch, wait: float, moves_since: float | None) -> None:
+        world, now, costs = self._world, self._world.clock.now, self._world.sim.trainer
+        if moves_since is not None:
+            world.account.wait("switch", now - moves_since)
         self._phase = "training"
         tokens = sum(group.tokens for group in self._batch)
         seconds = costs.step_s + costs.step_s_per_token * tokens
-        record = {"time": now, "wait": now - self._waiting_since, "tokens": float(tokens)}
+        record = {"time": now, "wait": wait, "tokens": float(tokens)}
         cores = world.host.settings.trainer_cores
         self._step = HostJob(world.clock, world.host, cores, seconds, partial(self._computed, batch, record))
 

@@ -36,7 +36,7 @@ def test_splits_use_the_devices(allocation: str, devices: int, expected: list[st
 
 @pytest.mark.parametrize("predicted", [devices_of, lambda config: check_layouts(config_of(), config)])
 def test_alternation_is_refused(predicted) -> None:
-    with pytest.raises(ConfigError, match=r"does not know .* in turn: record and plan runs with \+"):
+    with pytest.raises(ConfigError, match=r"fits no cost of .* in turn: record and plan runs with \+"):
         predicted(config_of(["allocation=serve.d1|d2"]))
 
 

@@ -77,6 +77,24 @@ def test_swap_pauses_and_marks_tokens() -> None:
     assert bench.ended == [(pytest.approx(11.0), {1: 60, 0: 40})]
 
 
+def test_requests_go_on_after_a_sleep_with_their_tokens_prefilled() -> None:
+    """4 s asleep after 5 s, 2 s to wake, 1 s for the swap and 5 s to prefill 50 tokens at 10 per second."""
+    costs = {"sleep_s": 0.5, "wake_s": 2.0, "prefill_tokens_per_s": 10.0}
+    bench = Bench(COSTS.model_copy(update=costs))
+    bench.submit(100)
+    bench.clock.after(5.0, bench.engine.shift, True, lambda: None)
+    bench.clock.after(9.0, bench.engine.shift, False, lambda: bench.swap(1))
+    bench.run()
+    assert not bench.engine.asleep
+    assert bench.ended == [(pytest.approx(22.0), {0: 50, 1: 50})]
+
+
+def test_lengths_grow_from_ticket_to_ticket() -> None:
+    settings = LengthSettings(kind="constant", mean=100, growth=4.0, grows_from=10, grows_to=20)
+    drawn = [Lengths(settings, 1).draw(Ticket(str(n), 1, n, n=1, seed=n))[0] for n in (5, 15, 25)]
+    assert drawn == [100, 200, 400]
+
+
 def test_load_counts_queued_completions_and_cached_tokens() -> None:
     """Two of 10 tokens/s each run for 4 s behind a prompt of 30 tokens, and one waits."""
     bench = Bench(COSTS.model_copy(update={"max_running": 2, "prefill_tokens_per_s": 1e9}))

@@ -15,6 +15,7 @@ from realsys.lab.simulation.scenarios import plan
 from realsys.lab.simulation.simulation import Broken, Simulation
 from realsys.manager.decisions import ManagerState
 from realsys.manager.ledger.staleness import StalenessBound
+from realsys.manager.routing.servers import ServerRegistry
 
 SMALL = ("train.batch_groups=8", "rollout.group_size=4", "sim.steps=40", "sim.check_every=50")
 
@@ -61,6 +62,39 @@ def test_invariants_hold_under_faults(overrides: tuple[str, ...]) -> None:
     simulation = run("faults", f"sim.hours={hours}", "sim.check_every=50", *overrides)
     assert simulation.trainer.logged > 50
     assert set(simulation.account.faults) == set(type(simulation.sim.faults).model_fields)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("allocation=serve.d3|d3", "seed=1", "sim.steps=200"),
+        ("allocation=serve.d1+serve.d2|d2", "seed=2", "sim.hours=10"),
+        ("allocation=serve.d2+serve.d1|d1", "seed=3", "sim.hours=10", "asynchronous.stale_policy=train"),
+        ("allocation=serve.d1+serve.d2|d2", "seed=4", "sim.hours=10", "asynchronous.max_staleness=0"),
+    ],
+    ids=["all", "mixed", "mixed train", "synchronous"],
+)
+def test_invariants_hold_when_servers_share_devices(overrides: tuple[str, ...]) -> None:
+    """Servers die asleep, managers and trainers start in each turn, and orders to sleep and wake fail."""
+    simulation = run("faults", "sim.hours=20", "sim.check_every=20", *overrides)
+    assert simulation.trainer.logged > 50
+    assert len(simulation.account.waits["switch"]) > 20
+
+
+def test_trainer_that_computes_beside_a_waking_server_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ServerRegistry, "awake", lambda self: [])
+    with pytest.raises(Broken, match="one-at-a-time"):
+        run("lognormal", *SMALL, "allocation=serve.d4+serve.d4|d4", "sim.server.sleep_s=30")
+
+
+def test_lent_servers_help_a_trainer_that_waits() -> None:
+    """Half of the devices wait for the other half. Lent, they sample meanwhile."""
+    waits = []
+    for allocation in ("serve.d4+d4", "serve.d4+serve.d4|d4"):
+        slow = ("sim.server.total_tokens_per_s=500", "sim.trainer.step_s=10", "asynchronous.stale_policy=train")
+        simulation = run("lognormal", *SMALL, f"allocation={allocation}", *slow)
+        waits.append(simulation.clock.now)
+    assert waits[1] < 0.9 * waits[0], waits
 
 
 OUTCOMES = (
