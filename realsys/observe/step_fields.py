@@ -247,6 +247,7 @@ _WASTE: list[_Row] = [
 
 _TIME: list[_Row] = [
     ("seconds/wait", "s", "waited for the batch"),
+    ("seconds/switch", "s", "had a batch, and waited for devices that servers share"),
     ("seconds/inf", "s", "calls without optimizer step"),
     ("seconds/train", "s", "calls with optimizer step"),
     ("seconds/save", "s", "copied the weights"),

@@ -125,6 +125,7 @@ def sentence(time: StepTime) -> str:
     percents = time.percents
     wait, trained = percents["wait"], percents["inference"] + percents["train"]
     others = {
+        "switch-bound": (percents["switch"], "the trainer has a batch, and waits for shared devices,"),
         "publication-bound": (percents["copy"] + percents["publish"], "copying and publishing weights takes"),
         "checkpoint-bound": (percents["checkpoint"], "checkpoints take"),
         "evaluation-bound": (percents["between"], "what lies between two steps, mostly evaluations, takes"),
@@ -177,7 +178,7 @@ def _with_spans(paths: TrialPaths, times: Sequence[StepTime], total: StepTime) -
             workers=worker_use(spans, seen),
             life=life_of_groups(pairs, ways, since),
         )
-    facts = Facts(total, report.wait_percents, report.servers, report.workers, _config(paths))
+    facts = Facts(total, report.wait_percents, report.servers, report.workers, _config(paths), len(times))
     return replace(report, advice=advice(facts))
 
 
@@ -212,13 +213,14 @@ def _config(paths: TrialPaths) -> Config | None:
 #
 # The parts of a step add up to its time, so shares add up to 100 %.
 #
-# end of step k-1 ──between──> wait ──> inf, train (calls) ──> copy ──> publish ──> checkpoint ──> end of step k
+# end of step k-1 ──between──> wait ──> switch ──> inf, train (calls) ──> copy ──> publish ──> checkpoint ──> end of k
 #                                                                  └ other: plans, statistics, requests
 
 
 #: name of a part -> what the trainer does in it
 PARTS: Mapping[str, str] = {
     "wait": "the batch is not complete: the trainer waits for generation",
+    "switch": "a batch is ready, and the servers still use the devices that they share",
     "inference": "calls that compute log-probs, values and scores",
     "train": "calls that train",
     "copy": "weights are copied to host memory",
@@ -229,7 +231,7 @@ PARTS: Mapping[str, str] = {
 }
 #: name in the step log -> name of the part
 _IN_LOG = {"wait": "wait", "inf": "inference", "train": "train", "save": "copy"} | {
-    name: name for name in ("publish", "checkpoint")
+    name: name for name in ("switch", "publish", "checkpoint")
 }
 #: bytes at the end of a step log that ``last_steps`` reads
 _TAIL = 256 * 1024
@@ -429,6 +431,7 @@ class Facts:
     servers: ServerUse
     workers: WorkerUse
     config: Config | None
+    steps: int = 1
 
 
 def advice(facts: Facts) -> list[str]:
@@ -482,7 +485,13 @@ def _about_tickets(facts: Facts) -> str:
 
 
 def _of_trainer(facts: Facts) -> Iterator[tuple[int, str]]:
-    percents = facts.time.percents
+    percents, steps = facts.time.percents, facts.steps
+    switch_s, step_s = facts.time.parts["switch"] / steps, facts.time.seconds / steps
+    yield (
+        percents["switch"],
+        f"the devices change hands: {switch_s:.1f} s of {step_s:.1f} s per step: train several batches in a turn (a "
+        "larger asynchronous.max_staleness), or give servers devices of their own (allocation)",
+    )
     yield percents["publish"], "the trainer waits for the publication of the version before: use a faster disk"
     yield percents["copy"], "copying weights to host memory takes long"
     yield percents["checkpoint"], "checkpoints take long: increase checkpoint.every_steps"

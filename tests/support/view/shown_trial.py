@@ -212,6 +212,7 @@ def live_status(servers: int, bad: int = 0) -> dict[str, Any]:
         "admission": {"batch_groups": 64, "counted": 2700, "capacity": 2816, "headroom": 116, "admits": True,
                       "reason": None, "explanation": "granting"},
         "servers": rows,
+        "devices": {"turn": "unknown", "reason": ""},
         "rollout": {"mode": "all_at_once", "fraction": 1.0, "at_newest": servers - bad, "servers": servers,
                     "failures": bad, "updates": updates},
         "workers": [_worker(k) for k in range(max(4, servers // 2))],

@@ -77,7 +77,7 @@ function showTiles(live) {
     tile("Tokens/s", brief(tps), running === null ? "trained, end to end" : `trained; ${brief(running)} sampled`),
     tile("Staleness", brief(lastOf("stale_mean", 10)), `mean; most ${brief(lastOf("stale_max"))}; bound ${run.max_staleness} when a group starts`));
 }
-const SPLIT = {wait: ["waits for batches", S3], inference: ["inference", S4], train: ["training", S1], copy: ["copies weights", S5], publish: ["publishes", S2], checkpoint: ["checkpoints", S6], other: ["plans, transfers", S6], between: ["evaluations and other pauses", S5]};
+const SPLIT = {wait: ["waits for batches", S3], switch: ["waits for shared devices", S2], inference: ["inference", S4], train: ["training", S1], copy: ["copies weights", S5], publish: ["publishes", S2], checkpoint: ["checkpoints", S6], other: ["plans, transfers", S6], between: ["evaluations and other pauses", S5]};
 function showSplit() {
   const {steps, parts: named} = run.split;
   const parts = Object.entries(SPLIT).filter(([name]) => named[name]).map(([name, [label, colour]]) => [label, named[name][0], colour, named[name][1]]);

@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -72,6 +73,10 @@ def _facts(waits, **parts):
         (
             {"wait": 2.0, "train": 80.0, "inference": 18.0},
             "training-bound: calls take 98 % of the time, and the trainer waits 2 %",
+        ),
+        (
+            {"wait": 20.0, "train": 30.0, "switch": 50.0},
+            "switch-bound: the trainer has a batch, and waits for shared devices, 50 % of the time",
         ),
         (
             {"wait": 20.0, "train": 30.0, "publish": 50.0},
@@ -200,6 +205,13 @@ def test_advice_begins_with_the_largest_wait(waits, cause):
     first = advice(_facts(waits, wait=50.0, train=50.0))[0]
     assert cause in first
     assert first.endswith("(gains at most 40 %)")
+
+
+def test_changing_devices_is_a_cause_of_its_own():
+    facts = replace(_facts({}, switch=30.0, train=60.0, wait=10.0), steps=10)
+    (line,) = [line for line in advice(facts) if "change hands" in line]
+    assert line.startswith("the devices change hands: 3.0 s of 10.0 s per step")
+    assert "max_staleness" in line and line.endswith("(gains at most 30 %)")
 
 
 def test_slow_trainer_is_advised_more_devices():
