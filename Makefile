@@ -49,7 +49,7 @@ TRIAL ?=
 PIP_ARGS ?=
 # All but gpu_* (they need a GPU), before_after (it needs a second checkout), peer_trl (it needs TRL) and weight_loads (SGLang).
 BENCHES ?= agent_processes microbatch dp_balance train_step shared_prefixes device_turns step_parts train_throughput memory streams weights weights_fan_out publication weight_transports host_staging \
-	router manager_load held_allocations heartbeats join control_plane reward_service generation prefill prefix_cache interruption simulate \
+	router manager_load held_allocations heartbeats join control_plane reward_service generation prefill prefix_cache interruption simulate lending \
 	async_vs_sync agreement algorithms slow_prompts staleness fuzz ledger_cost round_trip spans telemetry soak code_reward code_neighbours retokenise gateway gateway_neighbours published planner trackers
 
 # One thread per process: the processes are the parallelism, in tests as in a run.

@@ -119,6 +119,7 @@ TABLES: dict[str, Callable[[], str]] = {
         training_tables.ledger_cost,
         training_tables.agreement,
         training_tables.simulate,
+        training_tables.lending,
         training_tables.planner,
         training_tables.published,
         training_tables.staleness,

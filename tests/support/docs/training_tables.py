@@ -283,6 +283,45 @@ def simulate() -> str:
     return table(head, [[format(row[name], spec) for name, spec in zip(names, formats, strict=True)] for row in rows])
 
 
+def lending() -> str:
+    """Table of servers that share devices with ranks, over the best fixed split of the same devices."""
+    cases: dict[str, dict[str, dict[str, Any]]] = {}
+    for row in load("lending")["rows"]:
+        cases.setdefault(row["case"], {})[row["allocation"]] = row
+
+    def speed(row: dict[str, Any]) -> float:
+        return float(row["tokens_per_s"])
+
+    def splits(case: str) -> list[dict[str, Any]]:
+        return [row for row in cases[case].values() if row["form"] == "split"]
+
+    def over(case: str, split: dict[str, Any], name: str) -> tuple[str, ...]:
+        shares = [f"{speed(row) / speed(split):.2f}" for row in cases[case].values() if row["form"] != "split"]
+        return name, split["allocation"], f"{speed(split):,.0f}", *shares
+
+    before, after = max(splits("before"), key=speed), max(splits("after"), key=speed)
+    rows = []
+    for case in cases:
+        rows.append(over(case, max(splits(case), key=speed), case))
+        if case.startswith("growing"):
+            rows.append(over(case, cases[case][before["allocation"]], f"{case}, over the split that is best before"))
+
+    def both(first: dict[str, Any], second: dict[str, Any]) -> float:
+        """Return the throughput of as many steps before the growth as after it, which have four times the tokens."""
+        return 5 / (1 / speed(first) + 4 / speed(second))
+
+    fixed = max(both(one, cases["after"][one["allocation"]]) for one in splits("before"))
+    shared = [name.replace("|", chr(92) + "|") for name, row in cases["before"].items() if row["form"] != "split"]
+    moved = f"`before` and `after`, a split that moves at no cost: {both(before, after) / fixed:.2f} of a fixed one"
+    last = (
+        moved,
+        f"{before['allocation']}, {after['allocation']}",
+        f"{both(before, after):,.0f}",
+        *("" for _ in shared),
+    )
+    return table(("lengths", "split", "tokens/s", *(f"`{name}`" for name in shared)), [*rows, last])
+
+
 def planner() -> str:
     """Table of the planner's predictions and of measurements, in steps per hour."""
     columns = {
