@@ -25,7 +25,6 @@ from realsys.weights.host_places import MEMBERS, folder_name
 from tests.chaos.live import ChaosRun
 from tests.support.jobs.jobs import Job, processes_of
 from tests.support.polling import poll
-from tests.support.training.sample_records import prompt_len
 
 _SETTLE_S = 3.0  # a process that ends within this time is no leftover
 _CAUSE = re.compile(r"^realsys: the run failed: (\S+ \(pid \d+\): .+)$", re.MULTILINE)
@@ -89,12 +88,12 @@ def rejudge(paths: TrialPaths) -> tuple[int, list[str]]:
             for meta in group:
                 how = origin.episodes[meta.episode][meta.row]
                 tokens = arrays[meta.sample_id, "tokens"].tolist()
-                text = tokenizer.completion_text(tokens[prompt_len(meta) :])
+                text = tokenizer.completion_text(tokens[len(prompt.ids) :])
                 item = Item(prompt.text, text, prompt.answer, prompt.extra)
                 right = how.finish_reason == "stop" and verdict_of(verifier(item)).correct
                 wanted = config.rollout.reward.correct if right else config.rollout.reward.wrong
                 judged += 1
-                if tokens[: prompt_len(meta)] != list(prompt.ids):
+                if tokens[: len(prompt.ids)] != list(prompt.ids):
                     problems.append(f"step {step}: sample {meta.sample_id} begins with another prompt than its own")
                 if meta.correct is not bool(right):
                     problems.append(f"step {step}: sample {meta.sample_id} is recorded as correct={meta.correct}")

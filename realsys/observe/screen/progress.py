@@ -30,7 +30,7 @@ from realsys.observe.step_log import StepTail, undone
 Record = Mapping[str, Any]
 
 #: The parts a train step's time is split into, in the order they happen.
-TIME_PARTS = ("wait", "inf", "train", "save", "publish", "checkpoint")
+TIME_PARTS = ("wait", "switch", "inf", "train", "save", "publish", "checkpoint")
 OTHER = "other"  # time of a step that belongs to no part
 
 WINDOW = 192  # steps that are shown: 8 for each character of a sparkline

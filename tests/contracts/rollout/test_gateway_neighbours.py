@@ -97,7 +97,9 @@ def test_garbage_costs_about_as_much_as_a_good_call(tokenizer: TextTokenizer, ki
             asyncio.run(misbehave(KINDS[kind], served.urls[0], 1))
             return (served.cpu_s() - before) / REQUESTS.get(kind, 1)
 
-        costs = [(cost("longest"), cost(kind)) for _ in range(ACTS)]
+        # Refused requests are answered one after the other, so an act of many takes seconds.
+        acts = 2 if kind == "burst" else ACTS
+        costs = [(cost("longest"), cost(kind)) for _ in range(acts)]
         good, garbage = map(min, zip(*costs, strict=True))
         print(f"{kind}: {1e3 * garbage:.2f} ms, the longest good call {1e3 * good:.2f} ms")
         assert garbage < 20 * good
