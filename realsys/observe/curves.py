@@ -36,6 +36,7 @@ Point = Mapping[str, float]
 _LINE, _POINT, _BAND, _GREEN, _GREY = "#1f5fa8", "#c8452e", "#9dc3e6", "#3a8f4d", "#8a8a8a"
 _PARTS = {
     "wait": "#d9a441",
+    "switch": "#c8452e",
     "inf": "#9dc3e6",
     "train": "#1f5fa8",
     "save": "#3a8f4d",

@@ -9,6 +9,7 @@ from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.observe import curves
 from realsys.observe.curves import draw_curves
+from realsys.observe.screen.progress import OTHER, TIME_PARTS
 from tests.support.run_logs import train_record, write_log
 
 
@@ -48,3 +49,7 @@ def test_weights_of_steps_without_signal_are_drawn(drawn):
     assert axis.get_yscale() == "linear"
     mixed = [train_record(1, stats=weights), train_record(2, stats={"w_mean": 1.0, "w_max": 3.0})]
     assert drawn(mixed)["Behaviour weight w"].get_yscale() == "log"
+
+
+def test_each_part_of_a_step_has_a_colour():
+    assert curves._PARTS.keys() == {*TIME_PARTS, OTHER}
