@@ -265,7 +265,7 @@ def role_settings(config: Config, role: str) -> RoleSettings:
 
 
 def own_offload(config: Config, role: str) -> Offload:
-    """Return what the role moves to the host between two of its calls. It stays where it is until it is configured."""
+    """Return what the role moves to the host between two of its calls; "none" for a role that is not configured."""
     if role == ACTOR:
         return config.train.offload
     return config.roles[role].offload if role in config.roles else "none"

@@ -77,16 +77,16 @@ class LentEngine:
         try:
             engine = self._build(replace(self._parts, on_change=self._changed))
             engine.start()
+            with self._order:
+                self._engine, self._waking = engine, None
+            if self._sleeps:  # it was made too late, and the ranks wait for its memory
+                engine.sleep().result()
         except BaseException as error:
             reason = f"the engine does not start: {error}"
             self._parts.on_change(Change(None, reason, final=True))
             made.set_exception(GenerationError(reason, retryable=True))
-            return
-        with self._order:
-            self._engine, self._waking = engine, None
-        if self._sleeps:
-            engine.sleep().result()
-        made.set_result(None)
+        else:
+            made.set_result(None)
 
     def _changed(self, change: Change) -> None:
         ends = change.serial is None and self._sleeps

@@ -573,7 +573,8 @@ class ManagerState:
     def move_devices(self, request: m.DevicesRequest, now: float) -> m.DevicesReply:
         """Let the servers have the devices that they share with the trainer, or take them away (``one-at-a-time``).
 
-        An evaluation that no other server can serve ends first. Raises what ``_require_current`` raises.
+        An evaluation that no other server can serve ends first, for as long as it may delay weights. Raises what
+        ``_require_current`` raises.
         """
         self._require_current(request.incarnation)
         lending = self.servers.lending
@@ -600,7 +601,8 @@ class ManagerState:
             return True, "the trainer starts"
         if len(lending.lent) == len(self.servers.all()):
             unfinished = [evaluation.started.eval_id for evaluation in self.evaluations.unfinished()]
-            if unfinished:
+            lending.evaluates_since = (lending.evaluates_since or now) if unfinished else None
+            if lending.evaluates_since is not None and now < lending.evaluates_since + self.settings.holds.seconds:
                 return False, f"evaluation {unfinished[0]} runs, and no other server can sample it"
         counts, batch = self.ledger.counts.open, self.settings.batch_groups
         missing = batch - counts["finished"] % batch

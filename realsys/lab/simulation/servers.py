@@ -69,7 +69,7 @@ class SimulatedEngine:
         self._before = 0.0  # sum of ``_before`` over the running pieces
         self._recompute: HostJob | None = None  # of the cache, while it is computed again
         self.asleep = asleep
-        self._sleeps = asleep  # by the last order
+        self._sleeps = asleep  # what the last order said
         self._shifted_at = 0.0  # end of that order
         self._emptied = asleep  # the cache went with the memory
 

@@ -53,6 +53,7 @@ class Lending:
         self.turn: Turn = "unknown"
         self.reason = ""  # why the turn changed last, or does not change yet
         self.began = 0.0  # of the turn
+        self.evaluates_since: float | None = None  # since when an evaluation keeps the devices from the trainer
         self.groups = 0  # groups that had ended when the turn of the servers began
         self._sleep_s: float | None = None  # of the last time that all servers fell asleep
         self._rise_s = 0.0  # from the start of the turn until a server had its memory, the last time
@@ -66,7 +67,7 @@ class Lending:
 
     def take(self, now: float, reason: str) -> None:
         """Start the turn of the trainer: the servers must fall asleep."""
-        self.turn, self.reason, self.began = "trainer", reason, now
+        self.turn, self.reason, self.began, self.evaluates_since = "trainer", reason, now, None
 
     def asleep(self, now: float) -> None:
         """Note that all servers sleep in the trainer's turn, which nobody has noted before."""

@@ -34,7 +34,6 @@ class Devices:
         shared: bool,
     ) -> None:
         self.shared = shared
-        self.reason = ""  # why they have changed hands last
         self._move = move
         self._leave = leave
         self._incarnation = incarnation
@@ -54,7 +53,7 @@ class Devices:
                 if time.monotonic() - begin > self._timeout_s:
                     waited = f"waited {self._timeout_s:g} s (cluster.request_timeout_s) for the devices"
                     raise WaitTimeout(f"master_worker: {waited}: {reply.reason}")
-        self._turn, self.reason = "trainer", reply.reason
+        self._turn = "trainer"
         failpoint("devices.taken")
         return True
 

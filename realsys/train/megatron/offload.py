@@ -63,17 +63,23 @@ class OffloadedMemory:
                 storage.copy_(host.untyped_storage(), non_blocking=self._device.is_cuda)
             else:
                 with host:
-                    storage.resize_(host.tell())
+                    size = host.tell()
+                    storage.resize_(size)
                     host.seek(0)
-                    host.readinto(_bytes_of(storage))
+                    if host.readinto(_bytes_of(storage)) != size:
+                        raise WeightsError(f"a file with memory of a role in {tempfile.gettempdir()} was cut short")
         self._finish_copies()
 
     def _copy(self, storage: torch.UntypedStorage) -> torch.Tensor | BufferedRandom:
         """Return the content of the storage in host memory; without a GPU, which has no other memory, in a file."""
         if not self._device.is_cuda:
-            file = tempfile.TemporaryFile()  # noqa: SIM115  (in TMPDIR; ``restore`` closes it)
-            file.write(_bytes_of(storage))
-            file.flush()
+            try:
+                file = tempfile.TemporaryFile()  # noqa: SIM115  (``restore`` closes it)
+                file.write(_bytes_of(storage))
+                file.flush()
+            except OSError as error:
+                problem = f"memory of a role ({storage.nbytes()} bytes) cannot leave for {tempfile.gettempdir()}"
+                raise WeightsError(f"{problem}: {error.strerror}: set TMPDIR to a folder with room") from error
             return file
         host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=True)
         host.untyped_storage().copy_(storage, non_blocking=True)

@@ -1,14 +1,16 @@
 """Invariants of a finished run: its ledger, from the journal event by event, and its statistics."""
 
+import json
 import math
 from collections import Counter
+from typing import Any
 
 from realsys.launch.commands.audit import audit_trial
 from realsys.manager.ledger.events import EvalEvent, Granted, Trained
 from realsys.manager.ledger.journal import read_journal
 from realsys.manager.ledger.ledger import Ledger
 from realsys.manager.ledger.prompt_order import PromptOrder
-from tests.support.jobs.jobs import Job
+from tests.support.jobs.jobs import Job, processes_of
 
 
 def check_ledger(job: Job, *, batch_groups: int, eta: int, prompts: int, max_attempts: int = 3) -> Ledger:
@@ -73,3 +75,17 @@ def check_finite(job: Job, *names: str) -> None:
     for step in job.records("train"):
         for name in names:
             assert math.isfinite(step["stats"][name]), (name, step["stats"])
+
+
+def check_complete(job: Job, steps: int) -> dict[str, Any]:
+    """Every step once, batches of 4 groups, the ledger in order, no process left. Returns the summary."""
+    job.completed()
+    assert [record["step"] for record in job.records("train")] == list(range(1, steps + 1))
+    check_staleness(job, eta=4)
+    audit = audit_trial(job.paths)
+    assert audit.ok, audit
+    assert audit.states["trained"] == 4 * steps and audit.steps == steps
+    summary: dict[str, Any] = json.loads(job.paths.summary.read_text())
+    assert (summary["status"], summary["steps"], summary["killed_at_stop"]) == ("done", steps, [])
+    assert processes_of(job.root) == []
+    return summary

@@ -1,7 +1,6 @@
 """Killed or stopped training resumes from its last checkpoint: restarted by the launcher, or by the user."""
 
 import contextlib
-import json
 import re
 import shlex
 import signal
@@ -11,12 +10,11 @@ import psutil
 import pytest
 
 from realsys.cluster.process import read_errors
-from realsys.launch.commands.audit import audit_trial
 from realsys.observe.step_log import StepTail
 from realsys.train.checkpoint.checkpoint_files import complete_checkpoints
 from tests.support.faults.plan import Fault, environment
 from tests.support.jobs.jobs import arith, command, processes_of, running
-from tests.support.jobs.ledgers import check_staleness
+from tests.support.jobs.ledgers import check_complete
 from tests.support.processes.ports import lasting_ports
 
 pytestmark = pytest.mark.system
@@ -50,20 +48,6 @@ QUICK = [
 ]
 STEPS, HELD = 12, 9  # steps of a run; it waits before step HELD until the test has killed a process
 SERVING = ("gserver_manager/0", "generation_server/0", "rollout_worker/0")
-
-
-def check_complete(job, steps):
-    """Every step once, the ledger in order, nothing left."""
-    job.completed()
-    assert [record["step"] for record in job.records("train")] == list(range(1, steps + 1))
-    check_staleness(job, eta=4)
-    audit = audit_trial(job.paths)
-    assert audit.ok, audit
-    assert audit.states["trained"] == 4 * steps and audit.steps == steps
-    summary = json.loads(job.paths.summary.read_text())
-    assert (summary["status"], summary["steps"], summary["killed_at_stop"]) == ("done", steps, [])
-    assert processes_of(job.root) == []
-    return summary
 
 
 def kill_and_recover(tmp_path, trial, victim, *settings, steps=STEPS, after=3):

@@ -271,3 +271,16 @@ def test_an_engine_that_cannot_be_made_ends_its_process(model, changes):
     with pytest.raises(GenerationError, match="no memory"):
         engine.wake().result(BOUND)
     assert changes[-1].final and "no memory" in changes[-1].reason
+
+
+def test_an_engine_that_is_made_late_and_cannot_sleep_ends_its_process(lent, changes, monkeypatch):
+    def refuse(self):
+        raise GenerationError("it hangs")
+
+    monkeypatch.setattr(Scripted, "sleep", refuse)
+    lent.engine.wake()
+    asleep = lent.engine.sleep()
+    lent.made.set()
+    with pytest.raises(GenerationError, match="it hangs"):
+        asleep.result(BOUND)
+    assert changes[-1].final

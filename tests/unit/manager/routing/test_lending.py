@@ -152,6 +152,17 @@ def test_an_evaluation_ends_before_its_only_servers_sleep():
     shift(state, sleeps=True)
 
 
+def test_an_evaluation_keeps_the_devices_for_a_bounded_time():
+    state = lent(servers=1)
+    state.evaluate(EvaluateRequest("e", "eval", 1, incarnation=A), 0.0)
+    hold_s = state.settings.holds.seconds
+    assert "evaluation e runs" in move(state, "trainer", 5.0).reason
+    assert "evaluation e runs" in move(state, "trainer", 4.0 + hold_s).reason
+    assert f"{NAME} must fall asleep" in move(state, "trainer", 5.0 + hold_s).reason
+    shift(state, sleeps=True, now=6.0 + hold_s)
+    assert move(state, "trainer", 6.0 + hold_s).done
+
+
 def test_a_completion_of_an_evaluation_is_not_continued_with_other_weights():
     state = lent()
     state.evaluate(EvaluateRequest("e", "eval", 2, incarnation=A), 0.0)
