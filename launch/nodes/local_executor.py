@@ -30,6 +30,8 @@ from realsys.launch.supervise.failures import keep_bounded, keep_last_words, log
 
 log = logging.getLogger(__name__)
 
+_ORPHANS_END_S = 1.0
+
 
 class _Running(Process):
     """A child of this process."""
@@ -110,7 +112,10 @@ class Executor(SupervisedNode):
                 while self._running:
                     self._exited.clear()
                     await self._exited.wait()
-        return kill_descendants(timeout_s, self._earlier.union(process.pid for process in self._running))
+        spare = self._earlier.union(process.pid for process in self._running)
+        # Helpers of a worker that has just exited end by themselves, but on a busy machine not at once.
+        kill_descendants(_ORPHANS_END_S, spare, may_end=lambda process: True)
+        return kill_descendants(timeout_s, spare)
 
 
 @contextlib.asynccontextmanager

@@ -67,7 +67,7 @@ def test_reply_names_the_version_of_older_keys(versions):
         [first] = await client.generate(server.url, words(0, 60), SAMPLED, rid="a", seed=1)
         await client.update_weights(server.url, str(versions.paths[1]), 1, BOUND_S)
         later = [*words(0, 60), *first.tokens.tolist(), *words(1, TAIL)]
-        body = {"input_ids": later, "sampling_params": {"max_new_tokens": 3}}
+        body = {"input_ids": later, "sampling_params": {"max_new_tokens": 3, "min_new_tokens": 3}}
         _, reply = await raw(server, "/generate", body)
         assert reply["meta_info"]["weight_versions"] == [["1", 3]]
         assert reply["meta_info"]["kv_versions"] == [["0", 3]]

@@ -242,6 +242,17 @@ def test_grandchild_in_own_session_does_not_outlive_run(trial):
     assert not psutil.pid_exists(int(marker.read_text()))
 
 
+def test_helper_that_ends_after_its_worker_is_not_killed(trial):
+    """A resource tracker does that: it ends when the pipe from its process closes, on a busy machine a moment later."""
+    helper = "import os, sys, time; os.read(0, 1); time.sleep(0.2)"
+    child = READY + "import subprocess\n"
+    child += "own = {'stdin': subprocess.PIPE, 'start_new_session': True}\n"
+    child += f"p = subprocess.Popen([sys.executable, '-c', {helper!r}], **own)\n"
+    child += "ready(); signal.pause()"
+    outcome = trial.run(trial.spec("generation_server", 0, child), until=["generation_server/0"], then=stop)
+    assert outcome.killed == []
+
+
 def test_children_die_with_a_restarted_worker(trial):
     """A verifier process of a crashed RolloutWorker must be gone before the next one starts."""
     marker = trial.folder / "pids"
