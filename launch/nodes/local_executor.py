@@ -30,7 +30,7 @@ from realsys.launch.supervise.failures import keep_bounded, keep_last_words, log
 
 log = logging.getLogger(__name__)
 
-_ORPHANS_END_S = 1.0
+_ORPHANS_END_S = 1.0  # time that the children of workers which have ended have to end, too
 
 
 class _Running(Process):
@@ -105,6 +105,7 @@ class Executor(SupervisedNode):
         on_exit(Exit(returncode, time.time(), end))
 
     async def end(self, timeout_s: float) -> list[str]:
+        orderly = not self._running
         for process in self._running:
             process.kill()
         with contextlib.suppress(TimeoutError):
@@ -113,8 +114,8 @@ class Executor(SupervisedNode):
                     self._exited.clear()
                     await self._exited.wait()
         spare = self._earlier.union(process.pid for process in self._running)
-        # Helpers of a worker that has just exited end by themselves, but on a busy machine not at once.
-        kill_descendants(_ORPHANS_END_S, spare, may_end=lambda process: True)
+        if orderly:  # else nothing may outlive the lease
+            kill_descendants(_ORPHANS_END_S, spare, may_end=lambda process: True)
         return kill_descendants(timeout_s, spare)
 
 

@@ -244,11 +244,11 @@ def test_grandchild_in_own_session_does_not_outlive_run(trial):
 
 def test_helper_that_ends_after_its_worker_is_not_killed(trial):
     """A resource tracker does that: it ends when the pipe from its process closes, on a busy machine a moment later."""
-    helper = "import os, sys, time; os.read(0, 1); time.sleep(0.2)"
+    helper = "import os, time; os.write(1, b'.'); os.read(0, 1); time.sleep(0.1); os._exit(0)"
     child = READY + "import subprocess\n"
-    child += "own = {'stdin': subprocess.PIPE, 'start_new_session': True}\n"
+    child += "own = {'stdin': subprocess.PIPE, 'stdout': subprocess.PIPE, 'start_new_session': True}\n"
     child += f"p = subprocess.Popen([sys.executable, '-c', {helper!r}], **own)\n"
-    child += "ready(); signal.pause()"
+    child += "p.stdout.read(1); ready(); signal.pause()"
     outcome = trial.run(trial.spec("generation_server", 0, child), until=["generation_server/0"], then=stop)
     assert outcome.killed == []
 
