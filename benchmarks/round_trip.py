@@ -32,7 +32,7 @@ PROCESSES = {
     "realsys.reward.verifier_main": "its verifiers",
     "realsys.generation.server": "GenerationServer",
     "realsys.train.worker.call_service": "ModelWorker",
-    "realsys.train.master.loop": "MasterWorker",
+    "realsys.train.master.session": "MasterWorker",
 }
 
 

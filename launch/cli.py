@@ -31,6 +31,7 @@ _COMMANDS, _LAB = "realsys.launch.commands", "realsys.lab"
 COMMANDS: Mapping[str, tuple[str, str]] = {
     "run": (f"{_COMMANDS}.run", "run a trial"),
     "resume": (f"{_COMMANDS}.resume", "continue a trial with its own settings"),
+    "init": (f"{_COMMANDS}.init", "write a training loop to start from"),
     "submit": ("realsys.launch.slurm.submit", "run a trial as a SLURM job"),
     "eval": (f"{_COMMANDS}.evaluate", "evaluate a model, a trial, or a trial that runs"),
     "play": (f"{_COMMANDS}.play", "play some tasks with your agent and verifier, without training"),

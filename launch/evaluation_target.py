@@ -57,7 +57,7 @@ def evaluation_config(target: Target, choices: Choices, now: datetime) -> tuple[
         raise ConfigError("--name", EXPORTS, "is the folder of exported weights: choose another name")
     overridden = {text.partition("=")[0].lstrip("+") for text in choices.overrides}
     for name in sorted(overridden):
-        if name in ("model.path", "trial", "resume", "recover", "evaluate_only"):
+        if name in ("model.path", "trial", "resume", "recover", "train.loop"):
             raise ConfigError("override", name, "belongs to training: TARGET, --step and --name say what is evaluated")
     if target.trial is None:
         overrides = [*([] if _EXPERIMENT in overridden else [f"{_EXPERIMENT}=math"]), *choices.overrides]
@@ -75,7 +75,7 @@ def evaluation_config(target: Target, choices: Choices, now: datetime) -> tuple[
     tokens = max(TrainConfig().microbatch_tokens, longest_sequence(config))
     update = {
         **_OF_TRAINING,
-        "train": TrainConfig(microbatch_tokens=tokens, engine_check=0.0),
+        "train": TrainConfig(loop="evaluate", microbatch_tokens=tokens, engine_check=0.0),
         "model": config.model.model_copy(update={"path": str(target.model)}),
         **_held_out_only(config),
         "fileroot": fileroot,
@@ -84,7 +84,6 @@ def evaluation_config(target: Target, choices: Choices, now: datetime) -> tuple[
         "allocation": allocation,
         "resume": "",
         "recover": "off",
-        "evaluate_only": True,
     }
     made = config.model_copy(update=update)
     made = validate(made.model_dump())

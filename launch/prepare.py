@@ -96,6 +96,7 @@ def resolve(config: Config, *, now: datetime) -> Config:
     # Not made absolute: the python of a virtual environment is a link, and must be called by its own name.
     sglang = sglang.model_copy(update={"python": os.path.expanduser(sglang.python)})
     update["generation"] = config.generation.model_copy(update={"sglang": sglang})
+    update["train"] = config.train.model_copy(update={"loop": _loop(config.train.loop)})
     store = store.model_copy(update={"root": _absolute(store.root)})
     update["cluster"] = config.cluster.model_copy(update={"name_store": store})
     resolved = config.model_copy(update=update)
@@ -109,6 +110,12 @@ def _resume(config: Config) -> str:
         if begun_from and Path(_absolute(config.resume)) in (Path(begun_from), *Path(begun_from).parents[:2]):
             return begun_from
     return resume_path(config.resume)
+
+
+def _loop(name: str) -> str:
+    """Return ``train.loop`` with the absolute path of its file, and the name of its function."""
+    path, _, function = name.rpartition(":") if ".py:" in name else (name, "", "train")
+    return f"{_absolute(path)}:{function}" if path.endswith(".py") else name
 
 
 def _absolute(path: str) -> str:

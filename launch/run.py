@@ -78,7 +78,7 @@ from realsys.observe.screen.terminal import Terminal, print_trimmed, reported, t
 from realsys.observe.screen.text_figures import size_text
 from realsys.observe.step_log import EventKind, EventLog, StepTail
 from realsys.observe.trackers.link import Trackers, check_trackers
-from realsys.train.master.loop import planned_steps
+from realsys.train.master.session import planned_steps
 from realsys.train.master.stopping import STOP_PROGRESS_S
 from realsys.train.master.stopping import progress as progress_of_stop
 from realsys.weights.host_places import sweep

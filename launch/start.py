@@ -31,8 +31,8 @@ from realsys.train.checkpoint.checkpoint_files import (
     read_state,
 )
 from realsys.train.master.checkpoints import describe_role
-from realsys.train.master.loop import planned_steps
 from realsys.train.master.recovery import SettingChange, TrainingStart, TrialStart, decide
+from realsys.train.master.session import planned_steps
 
 #: settings that the trial's folder and its ledger were made with; everything else may change
 _FIXED = ("seed", "train.batch_groups", "rollout.group_size", "resume", "data.kind")

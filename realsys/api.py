@@ -3,25 +3,40 @@
     trial = realsys.run(["experiment=arith", "train.total_steps=5"])
     [record["reward_mean"] for record in trial.steps()]
 
-A trial is only read, also while it runs. `import realsys` does not import this module: the first use does.
+A trial is only read, also while it runs. `realsys.Session` starts a trial whose training loop is the caller:
+
+    with realsys.Session(["experiment=arith"], trial="mine") as session:
+        session.run(train)  # a function like realsys.loops.train
+
+`import realsys` does not import this module: the first use does.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import itertools
 import re
 import signal
 import subprocess
 import tempfile
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Callable, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Self
 
+import msgspec
+
+from realsys import errors, session
+from realsys.cluster.aio import from_thread
+from realsys.cluster.http_client import CallFailed, HttpClient
 from realsys.cluster.process import own_environment
 from realsys.config.compose import compose, quoted
 from realsys.config.paths import TrialPaths, read_config
 from realsys.config.schema import Config
-from realsys.errors import ConfigError, RealsysError
+from realsys.errors import ConfigError, RealsysError, SessionLost, Stopped, StreamError
 from realsys.launch.commands.options import find_trial
 from realsys.launch.commands.replay import last_recorded
 from realsys.launch.commands.status import read_summary
@@ -32,6 +47,7 @@ from realsys.observe.samples.catalogue import Catalogue
 from realsys.observe.samples.step_samples import Sample
 from realsys.observe.step_fields import FIELDS
 from realsys.observe.step_log import StepRecord, surviving_steps
+from realsys.session import CallReply, CallRequest, SessionAddress
 
 
 class Trial:
@@ -97,36 +113,34 @@ def run(
     Raises ConfigError for settings that cannot be read; RealsysError with the message of the run, and its exit code in
     ``exit_code``, if it is refused, fails or is stopped; KeyboardInterrupt.
     """
-    if isinstance(overrides, str):
-        raise ConfigError("overrides", overrides, 'must be a list of texts: ["experiment=arith", ...]')
-    given = [*overrides, *([] if trial is None else [f"trial={quoted(trial)}"])]
-    options = RunOptions(trial, None if config_dir is None else Path(config_dir), plain=True)
-    config = resolve(compose(given, config_dir=options.config_dir), now=datetime.now())
-    words = [*own_words(), *words_again(overrides, config.trial, options)]
-    words += [text for text in overrides if text.startswith("recover=")]
-    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors:
+    words, paths = _command(overrides, trial, config_dir)
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as output:
         try:
-            code = _watch(words, errors, quiet=quiet)
+            code = _watch(words, output, quiet=quiet)
         except BaseException:
-            print(_text(errors), end="")  # where the run is saved, and how to continue it
+            print(_text(output), end="")  # where the run is saved, and how to continue it
             raise
         if code:
-            raise _failure(_text(errors), code)
-    return Trial(TrialPaths.of(config).root)
+            raise _failure(_text(output), code)
+    return Trial(paths.root)
 
 
-def _watch(words: Sequence[str], errors: IO[str], *, quiet: bool) -> int:
+def _command(
+    overrides: Sequence[str], trial: str | None, config_dir: str | Path | None, *more: str
+) -> tuple[list[str], TrialPaths]:
+    """Return the words of `realsys run`, and the folder of the trial. Raises ConfigError."""
+    if isinstance(overrides, str):
+        raise ConfigError("overrides", overrides, 'must be a list of texts: ["experiment=arith", ...]')
+    given = [*overrides, *more, *([] if trial is None else [f"trial={quoted(trial)}"])]
+    options = RunOptions(trial, None if config_dir is None else Path(config_dir), plain=True)
+    config = resolve(compose(given, config_dir=options.config_dir), now=datetime.now())
+    words = [*own_words(), *words_again([*overrides, *more], config.trial, options)]
+    return [*words, *(text for text in overrides if text.startswith("recover="))], TrialPaths.of(config)
+
+
+def _watch(words: Sequence[str], output: IO[str], *, quiet: bool) -> int:
     """Print the lines of the process until it has ended. Returns its exit code."""
-    process = subprocess.Popen(
-        words,
-        env=own_environment(),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=errors,
-        encoding="utf-8",
-        errors="replace",
-        process_group=0,  # else Ctrl-C on a terminal reaches it twice, and the second one kills
-    )
+    process = _started(words, output)
     with process:
         assert process.stdout is not None
         try:
@@ -139,9 +153,22 @@ def _watch(words: Sequence[str], errors: IO[str], *, quiet: bool) -> int:
     return process.returncode
 
 
-def _text(errors: IO[str]) -> str:
-    errors.seek(0)
-    return errors.read()
+def _started(words: Sequence[str], output: IO[str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        words,
+        env=own_environment(),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=output,
+        encoding="utf-8",
+        errors="replace",
+        process_group=0,  # else Ctrl-C on a terminal reaches it twice, and the second one kills
+    )
+
+
+def _text(output: IO[str]) -> str:
+    output.seek(0)
+    return output.read()
 
 
 def _failure(text: str, code: int) -> RealsysError:
@@ -150,3 +177,181 @@ def _failure(text: str, code: int) -> RealsysError:
     error = RealsysError((own[1] if own else text).strip() or f"the run ended with exit code {code}")
     error.exit_code = code
     return error
+
+
+# ---- a trial whose training loop is this process
+#
+#     Session ──starts──> realsys run train.loop=session ──> MasterWorker ──session.json──> address
+#        ├──calls──> MasterWorker (``realsys.train.master.script_service``)
+#        └──stdin of the launcher: when this process ends, however it ends, the run stops with a checkpoint
+
+_LOOP = "train.loop=session"
+_POLL_S = 0.2
+_AGAIN_S = 0.5  # pause after a call that did not reach the MasterWorker
+_HELD_S = 60.0  # bound on one question: the MasterWorker answers a call within 10 s, or that it is not done
+_STOPPED = (130, 138, 143)  # exit codes of a run that was stopped
+
+
+class Session(session.Session):
+    """A trial on whose models and rollouts a script trains: in a program, or in the cells of a notebook.
+
+    Close it, or use it as a context manager: the end of the block ends training (evaluation, export), an exception
+    stops the run with a checkpoint. The same session again, by the name of its trial, goes on after its last
+    checkpoint, also when this process was killed.
+    """
+
+    def __init__(
+        self,
+        overrides: Sequence[str] = (),
+        *,
+        trial: str | None = None,
+        config_dir: str | Path | None = None,
+        quiet: bool = False,
+    ) -> None:
+        """Start the processes of a trial, or continue it if it exists. Arguments as in ``run``.
+
+        Returns when models are loaded and version 0, or that of the last checkpoint, is published. Raises as ``run``.
+        """
+        words, paths = _command(overrides, trial, config_dir, _LOOP)
+        self._start(words, paths, quiet)
+
+    @classmethod
+    def resume(cls, folder: str | Path, overrides: Sequence[str] = (), *, quiet: bool = False) -> Self:
+        """Continue the trial in ``folder`` with its own settings, after its last checkpoint. Raises as ``run``."""
+        paths = find_trial(Path(folder))
+        resumed = cls.__new__(cls)
+        resumed._start([*own_words(), "resume", str(paths.root), *overrides, _LOOP, "--plain"], paths, quiet)
+        return resumed
+
+    def _start(self, words: Sequence[str], paths: TrialPaths, quiet: bool) -> None:
+        self._paths = paths
+        self._address = self._read_address()  # of an earlier start
+        self._number = itertools.count(1)
+        self._errors = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115 (closed in close)
+        self._process = _started([*words, "--while-stdin"], self._errors)
+        self._printer = threading.Thread(target=_print_lines, args=(self._process, quiet), daemon=True)
+        self._printer.start()
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, name="session", daemon=True).start()
+        self._client: HttpClient | None = None
+        try:
+            self._connect()
+            super().__init__(self._carry_out, read_config(self._paths.config), self._paths.root)
+        except BaseException:
+            self._stop()
+            raise
+
+    def run(self, train: Callable[[Any], Any]) -> None:
+        """Run a training loop: plain, or a coroutine function. When the trainer was started anew, run it again."""
+        while True:
+            try:
+                return session.run_script(train, self, getattr(train, "__qualname__", "the training loop"))
+            except SessionLost as lost:
+                print(f"realsys: {lost}", flush=True)
+
+    def close(self) -> Trial:
+        """End training: evaluate, export, end all processes. Raises RealsysError if that fails."""
+        if self._process.poll() is None:
+            with contextlib.suppress(SessionLost, Stopped):
+                self._carry_out(session.FINISH)
+        self._end()
+        return Trial(self._paths.root)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self._stop()
+
+    def _stop(self) -> None:
+        """Stop the run with a checkpoint, and print where it is saved, and how to continue it."""
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGINT)
+        with contextlib.suppress(RealsysError):
+            self._end()
+        print(_text(self._errors), end="")
+
+    def _end(self) -> None:
+        """Wait for the end of the run, which has its own bounds. Raises its failure."""
+        code = self._process.wait()
+        self._printer.join()
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.close()
+        self._process.stdout.close()
+        if self._client is not None:
+            from_thread(self._loop, self._client.close)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        if code:
+            raise self._failure()
+
+    def _failure(self) -> RealsysError:
+        code = self._process.wait()
+        text = _text(self._errors)
+        return Stopped(text.strip() or "the run was stopped") if code in _STOPPED else _failure(text, code)
+
+    def _read_address(self) -> SessionAddress | None:
+        try:
+            return msgspec.json.decode(self._paths.session.read_bytes(), type=SessionAddress)
+        except (OSError, msgspec.MsgspecError):
+            return None
+
+    def _connect(self) -> None:
+        """Wait for the MasterWorker of a new start. Raises the failure of the run if it ends before."""
+        while (address := self._read_address()) is None or address == self._address:
+            if self._process.poll() is not None:
+                raise self._failure()
+            time.sleep(_POLL_S)
+        if self._client is not None:
+            from_thread(self._loop, self._client.close)
+        self._address = address
+        self._client = HttpClient(self._paths.token.read_text(encoding="utf-8").strip())
+
+    def _carry_out(self, method: str, *args: Any) -> Any:
+        """Have the MasterWorker carry out a call; return its result, or raise its error."""
+        request = CallRequest(next(self._number), method, list(args))
+        try:
+            reply = from_thread(self._loop, self._ask, request)
+        except SessionLost:
+            self._connect()
+            raise
+        if reply.error:
+            raise _raised(reply)
+        return msgspec.convert(reply.result, session.CALLS.get(method))
+
+    async def _ask(self, request: CallRequest) -> CallReply:
+        """Ask until the call is done. Raises SessionLost if the MasterWorker that began it has ended."""
+        assert self._client is not None and self._address is not None
+        while True:
+            try:
+                body = await self._client.call(f"{self._address.url}/call", request, _HELD_S)
+            except CallFailed as failed:
+                if failed.status:
+                    raise StreamError(f"{request.method}: {failed}") from None
+                if self._process.poll() is not None:
+                    raise self._failure() from None
+                if (now := self._read_address()) is not None and now != self._address:
+                    raise SessionLost(
+                        "the trainer was started anew, from its last checkpoint: the loop begins again"
+                    ) from None
+                await asyncio.sleep(_AGAIN_S)
+                continue
+            reply = msgspec.msgpack.decode(body, type=CallReply)
+            if reply.done:
+                return reply
+
+
+def _raised(reply: CallReply) -> RealsysError:
+    kind = getattr(errors, reply.error, RealsysError)
+    error: RealsysError = kind.__new__(kind)
+    error.args = (reply.message,)
+    return error
+
+
+def _print_lines(process: subprocess.Popen[str], quiet: bool) -> None:
+    assert process.stdout is not None
+    for line in process.stdout:
+        if not quiet:
+            print(line, end="", flush=True)

@@ -22,6 +22,10 @@ RealsysError
 ├── LedgerError           an event that the rollout ledger cannot accept
 ├── StuckError            the run cannot make further progress; the message gives the reason
 ├── PromptsUsedUp         no further batch can come from the epochs, after at least one: training ends
+├── ScriptError           the training loop of train.loop raised; the message has file and line
+├── SessionLost           the trainer was started anew under a training script, from its last checkpoint
+├── Stopped               a call of a training script after the request to stop; its last version is saved
+├── StaleBatch            a training script would train tokens that are older than asynchronous.max_staleness
 ├── NotFiniteError        training met NaN or inf too many times in a row; the message names the samples
 ├── WorkerLost            a worker's lease lapsed or its process ended
 └── Fenced                this process lost its own lease and must stop
@@ -201,6 +205,24 @@ class StuckError(RealsysError):
 
 class PromptsUsedUp(RealsysError):
     """All prompts of ``train.total_epochs`` have ended, and a batch was trained before: training ends well."""
+
+
+class ScriptError(RealsysError):
+    """A training script raised. Started again, it would raise again."""
+
+    permanent = True
+
+
+class SessionLost(RealsysError):
+    """The trainer of a training script was started anew: begin the loop again, after the last checkpoint."""
+
+
+class Stopped(RealsysError):
+    """The run was asked to stop, or the trainer ends: a training script must end, too. Its last version is saved."""
+
+
+class StaleBatch(RealsysError):
+    """A training script would train tokens that are more than ``asynchronous.max_staleness`` versions old."""
 
 
 class NotFiniteError(RealsysError):

@@ -12,6 +12,7 @@ import msgspec
 from realsys.types import SampleMeta, SequenceRef
 
 SNAPSHOT = "snapshot"  #: argument of a call: a SnapshotPlan
+PPO = "ppo"  #: argument of a call: fields of ``train.ppo`` that have other values in it
 
 
 class SnapshotPlan(msgspec.Struct):
@@ -42,7 +43,8 @@ class MfcRequest(msgspec.Struct):
 
     ``minibatches[m][d]`` lists the sequences of DP rank d in minibatch m. Handlers see all of it, so each
     rank computes the micro-batch counts of the others without communication. Each rank is sent its
-    ``MfcShare``. Hooks run before and after, in order.
+    ``MfcShare``. Hooks run before and after, in order. ``inputs`` and ``outputs``: its keys; without them it is a call
+    of the configuration's dataflow.
     """
 
     mfc: str
@@ -52,6 +54,8 @@ class MfcRequest(msgspec.Struct):
     version: int
     minibatches: list[list[list[SequenceRef]]]
     args: dict[str, Any] = {}
+    inputs: list[str] = []
+    outputs: list[str] = []
     pre_hooks: list[str] = []
     post_hooks: list[str] = []
 
@@ -167,3 +171,16 @@ class ClearRequest(msgspec.Struct):
 
     sample_ids: list[str]
     keys: list[str] = []
+
+
+class ReadRequest(msgspec.Struct):
+    """Return the arrays ``keys`` of these samples, which a training script has asked for."""
+
+    sample_ids: list[str]
+    keys: list[str]
+
+
+class ReadReply(msgspec.Struct):
+    """``arrays``: for each sample its arrays in the order of the keys, each as a list of numbers."""
+
+    arrays: list[list[list[int | float | bool]]]

@@ -9,6 +9,9 @@ import argparse
 import contextlib
 import difflib
 import math
+import os
+import signal
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -136,3 +139,22 @@ def _trial_at(trial_dir: Path) -> TrialPaths | None:
         if any(file.exists() for file in (paths.config, paths.job, paths.lock, paths.ledger)):
             return paths
     return None
+
+
+# ---- the end of the process that started the command
+
+
+def add_while_stdin(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--while-stdin", action="store_true", help="stop when stdin is closed: its writer has ended")
+
+
+def stop_after_stdin(args: argparse.Namespace) -> None:
+    """With ``--while-stdin``, stop the run as SIGTERM does when stdin ends: then its writer is gone, killed or not."""
+
+    def wait() -> None:
+        while os.read(0, 4096):
+            pass
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    if args.while_stdin:
+        threading.Thread(target=wait, daemon=True).start()

@@ -12,7 +12,7 @@ from __future__ import annotations
 from argparse import ArgumentParser, Namespace
 from typing import TYPE_CHECKING
 
-from realsys.launch.commands.options import add_config_dir, preload_workers
+from realsys.launch.commands.options import add_config_dir, add_while_stdin, preload_workers, stop_after_stdin
 
 if TYPE_CHECKING:
     from realsys.launch.run import RunOptions
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 def add_arguments(parser: ArgumentParser) -> None:
     add_run_options(parser)
     parser.add_argument("--plain", action="store_true", help="one line per step instead of the live display")
+    add_while_stdin(parser)
 
 
 def add_run_options(parser: ArgumentParser) -> None:
@@ -47,4 +48,5 @@ def run(args: Namespace) -> int:
     from realsys.launch.run import plan_run, run_planned
 
     preload_workers(args)
+    stop_after_stdin(args)
     return run_planned(plan_run(args.overrides, run_options(args)), dry_run=args.dry_run, plain=args.plain)

@@ -8,6 +8,7 @@ import logging
 import shutil
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -112,8 +113,22 @@ async def on_disk(what: str, timeout_s: float, work: Callable[[], Result]) -> Re
     Raises WaitTimeout, which names ``what``, if ``work`` takes longer than ``timeout_s``; the thread is then
     abandoned. Raises whatever ``work`` raises.
     """
-    # Not asyncio.to_thread: the loop joins those threads at its end, and a thread that hangs in the
-    # kernel (a dead NFS server) never ends. This one is a daemon, and ends with the process.
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await (done := in_thread(what, work))
+    except TimeoutError:
+        if done.done() and not done.cancelled():
+            return done.result()  # it was ready when the time was up, or ``work`` raised a TimeoutError
+        problem = f"not done within {timeout_s:g} s; the disk hangs, or is too slow for cluster.request_timeout_s"
+        raise WaitTimeout(f"master_worker: {what}: {problem}") from None
+
+
+def in_thread(what: str, work: Callable[[], Result]) -> asyncio.Future[Result]:
+    """Start ``work`` in a thread of its own; return its result or exception as a future.
+
+    Not ``asyncio.to_thread``: the loop joins those threads at its end, and a thread that hangs (in the kernel for a
+    dead NFS server, in the code of a user) never ends. This one is a daemon, and ends with the process.
+    """
     loop = asyncio.get_running_loop()
     done: asyncio.Future[Result] = loop.create_future()
 
@@ -135,14 +150,28 @@ async def on_disk(what: str, timeout_s: float, work: Callable[[], Result]) -> Re
             settle(lambda: done.set_result(result))
 
     threading.Thread(target=run, name=what, daemon=True).start()
-    try:
-        async with asyncio.timeout(timeout_s):
-            return await done
-    except TimeoutError:
-        if done.done() and not done.cancelled():
-            return done.result()  # it was ready when the time was up, or ``work`` raised a TimeoutError
-        problem = f"not done within {timeout_s:g} s; the disk hangs, or is too slow for cluster.request_timeout_s"
-        raise WaitTimeout(f"master_worker: {what}: {problem}") from None
+    return done
+
+
+def from_thread(
+    loop: asyncio.AbstractEventLoop, work: Callable[..., Coroutine[Any, Any, Result]], *args: Any
+) -> Result:
+    """Run ``work(*args)`` on the event loop of another thread, and wait for its result. Raises what it raises.
+
+    Unlike ``run_coroutine_threadsafe`` it makes no coroutine that a loop at its end would never run.
+    """
+    done: Future[Result] = Future()
+
+    def end(task: asyncio.Task[Result]) -> None:
+        if task.cancelled():
+            done.cancel()
+        elif error := task.exception():
+            done.set_exception(error)
+        else:
+            done.set_result(task.result())
+
+    loop.call_soon_threadsafe(lambda: loop.create_task(work(*args)).add_done_callback(end))
+    return done.result()
 
 
 FULL = "No space left on device"

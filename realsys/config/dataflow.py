@@ -19,7 +19,7 @@ its module should not import torch.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -41,6 +41,10 @@ KV_VERSIONS = "kv_versions"
 #: likewise; read by all language models, if an agent may choose the temperature of a call
 TEMPERATURES = "temperatures"
 NO_LORA = LoraConfig()
+
+
+def _keys(names: str = "") -> frozenset[str]:
+    return frozenset(names.split())
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +139,7 @@ def dataflow_of(config: Config) -> Dataflow:
     key = id(config)
     if (cached := _DATAFLOWS.get(key)) is not None and cached[0]() is config:
         return cached[1]
-    flow = with_offload(_with_temperatures(_with_kv_versions(_build(config), config), config), config)
+    flow = _completed(_build(config), config)
     # A weak reference, so that another object cannot get the entry of a deleted configuration with the same id.
     _DATAFLOWS[key] = (weakref.ref(config, lambda _: _DATAFLOWS.pop(key, None)), flow)
     return flow
@@ -150,6 +154,68 @@ def _build(config: Config) -> Dataflow:
     if not isinstance(flow, Dataflow):
         raise ConfigError(ALGORITHM.field, name, f"must return a Dataflow, not {type(flow).__name__}")
     return flow
+
+
+def _completed(flow: Dataflow, config: Config) -> Dataflow:
+    """Return the graph with the keys and hooks that follow from settings outside of ``train.ppo``."""
+    return with_offload(_with_temperatures(_with_kv_versions(flow, config), config), config)
+
+
+#: call of a training script on a role -> (handler, keys that it must have, keys that it reads if they are there, keys
+#: that it makes)
+_SCRIPT_CALLS: Mapping[str, tuple[str, frozenset[str], frozenset[str], frozenset[str]]] = {
+    "actor.logprobs": ("actor_inf", _keys("tokens behav_logprobs versions"), _keys("scores"), _keys("prox_logprobs")),
+    "logprobs": ("ref_inf", _keys("tokens"), _keys(), _keys("ref_logprobs")),
+    "values": ("critic_inf", _keys("tokens"), _keys(), _keys("values")),
+    "scores": ("reward_inf", _keys("tokens"), _keys(), _keys("scores")),
+    "advantages": (
+        "advantages",
+        _keys("behav_logprobs loss_mask"),
+        _keys("prox_logprobs scores ref_logprobs values") | {TOKEN_REWARDS},
+        _keys("advantages"),
+    ),
+    "actor.train": (
+        "actor_train",
+        _keys("tokens behav_logprobs versions"),
+        _keys("prox_logprobs scores advantages ref_logprobs"),
+        _keys(),
+    ),
+    "train": ("critic_train", _keys("tokens values returns"), _keys(), _keys()),
+}
+
+
+def script_call(config: Config, role: str, what: str, keys: Set[str]) -> Dataflow:
+    """Return the graph of one call of a training script on a batch that has the arrays ``keys``.
+
+    It is the call of the configuration's dataflow with the same handler and role if the batch has all that that one
+    reads. Raises ConfigError for a role without a model, an unknown call, and keys that no call has made.
+    """
+    flow = dataflow_of(config)
+    if role not in (ACTOR, *flow.roles):
+        hints = {"ref": "set train.ppo.kl.coef", "critic": "set train.ppo.critic.enabled=true"}
+        hint = hints.get(
+            role, "set train.ppo.reward_model_weight" if role == "reward" else "declare a dataflow with it"
+        )
+        raise ConfigError("dataflow", f"{role}.{what}", f"no call of train.ppo.algorithm loads the role {role}: {hint}")
+    found = _SCRIPT_CALLS.get(f"{role}.{what}", _SCRIPT_CALLS.get(what))
+    if found is None:
+        raise ConfigError("dataflow", f"{role}.{what}", f"unknown call: use one of {', '.join(_SCRIPT_CALLS)}")
+    handler, needed, optional, made = found
+    for call in flow.calls:
+        if (call.handler, call.role) == (handler, role) and call.inputs <= keys:
+            return Dataflow([call], keys)
+    if missing := needed - keys:
+        problem = f"the batch has no {', '.join(sorted(missing))}: compute them first"
+        raise ConfigError("dataflow", f"{role}.{what}", problem)
+    reads = needed | (optional & keys)
+    if "prox_logprobs" in reads and what == "train":
+        reads -= {"versions"}
+    if what == "train" and config.train.ppo.kl.place == "reward":
+        reads -= {"ref_logprobs"}  # they are in the advantages
+    made |= _keys("returns") if what == "advantages" and "values" in reads else _keys()
+    name = what if what == "advantages" else f"{role}_{'train' if what == 'train' else 'inf'}"
+    call = FunctionCall(name, role, handler, reads, made, trains=what == "train")
+    return _completed(Dataflow([call], keys), config)
 
 
 def _with_kv_versions(flow: Dataflow, config: Config) -> Dataflow:

@@ -13,7 +13,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib
+import importlib.util
 import inspect
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -77,7 +79,7 @@ class Door:
     def load(self, value: str) -> Any:
         """Import the object that ``value`` names, and check it against the contract. Raises ConfigError."""
         path = self.builtin.get(value, value)
-        module, colon, attribute = path.partition(":")
+        module, colon, attribute = path.rpartition(":") if ".py:" in path else path.partition(":")
         if not (module and colon and attribute):
             known = ", ".join(sorted(self.builtin))
             raise ConfigError(self.field, value, f"unknown {self.kind}: use one of {known}, or package.module:name")
@@ -111,7 +113,7 @@ class Door:
     def _import(self, value: str, module: str, attribute: str) -> Any:
         with self.guard(value, "cannot be imported"):
             try:
-                loaded: Any = importlib.import_module(module)
+                loaded: Any = _import_file(module) if module.endswith(".py") else importlib.import_module(module)
             except ModuleNotFoundError as error:
                 if error.name and (module == error.name or module.startswith(f"{error.name}.")):
                     problem = f"no module named {error.name!r}: set PYTHONPATH to the folder that contains it"
@@ -128,6 +130,21 @@ class Door:
             inspect.signature(loaded).bind(None, **arguments)
         except (TypeError, ValueError) as error:
             raise ConfigError(self.arguments_field, dict(arguments), f"do not fit {value}: {error}") from None
+
+
+def _import_file(path: str) -> Any:
+    """Import a file by its path, once per process. Raises OSError, and what its code raises."""
+    if path not in sys.modules:
+        spec = importlib.util.spec_from_file_location(path, path)
+        if spec is None or spec.loader is None:
+            raise FileNotFoundError(f"{path} cannot be loaded")
+        sys.modules[path] = importlib.util.module_from_spec(spec)  # before it runs: dataclasses look their module up
+        try:
+            spec.loader.exec_module(sys.modules[path])
+        except BaseException:
+            del sys.modules[path]
+            raise
+    return sys.modules[path]
 
 
 def takes(*names: str) -> Contract:
@@ -316,6 +333,19 @@ LOSS = Door(
 )
 
 ALGORITHM = Door("train.ppo.algorithm", "algorithm", {"ppo": "realsys.algorithm.dataflows:ppo"}, takes("config"))
+
+#: function (session) that trains: ``realsys.loops``. ``session`` waits for a script outside of the MasterWorker,
+#: ``evaluate`` is what `realsys eval` runs in its place
+LOOP = Door(
+    "train.loop",
+    "training loop",
+    {
+        "train": "realsys.loops:train",
+        "session": "realsys.train.master.script_service:serve",
+        "evaluate": "realsys.train.master.request_evaluations:EvaluationRun",
+    },
+    takes("session"),
+)
 
 #: ``FunctionCall.handler``
 CALL_HANDLER = Door(

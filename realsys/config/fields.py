@@ -56,6 +56,7 @@ EXPRESSED: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
     "cluster.slurm.constraint": _option("constraint"),
     "cluster.slurm.qos": _option("qos"),
     "cluster.slurm.reservation": _option("reservation"),
+    "evaluate_only": ("train.loop", lambda evaluates: "evaluate" if evaluates else None),
     "generation.embedded.on_gpu": ("model.small_on_gpu", lambda allowed: allowed or None),
     "generation.threads": ("cluster.threads", lambda threads: None if threads == 1 else threads),
     "model.float32_on_gpu": ("model.small_on_gpu", lambda allowed: allowed or None),

@@ -169,6 +169,11 @@ class TrialPaths:
         return self.root / "tensorboard"
 
     @property
+    def session(self) -> Path:
+        """Address for the calls of a training script in another process (``realsys.session.SessionAddress``)."""
+        return self.root / "session.json"
+
+    @property
     def stopping(self) -> Path:
         """File that shows how far the stop of the MasterWorker is; there only during a stop."""
         return self.root / "stopping"

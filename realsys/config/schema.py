@@ -6,9 +6,10 @@ compose.py composes it from YAML files and the command line. Workers never compo
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, ValidationError
 
 from realsys.config.fields import (
     Name,
@@ -29,11 +30,13 @@ from realsys.config.schema_rollout import RolloutConfig
 from realsys.config.schema_train import (
     CheckpointConfig,
     OptimizerConfig,
+    PPOConfig,
     RecordConfig,
     RoleConfig,
     TrainConfig,
     with_built_in_roles,
 )
+from realsys.errors import ConfigError
 
 
 class TinyModelConfig(Section):
@@ -247,9 +250,6 @@ class Config(Section):
         "serve.d1p1m1+d1p1m1",
         description="inference + training parallelism, side by side or in turn, or auto; docs/allocation.md",
     )
-    evaluate_only: bool = Field(
-        False, description="serve the model and evaluate it, without ModelWorkers; `realsys eval` sets it"
-    )
     recover: Literal["auto", "resume", "off"] = Field(
         "auto", description="if a trial of this name exists: continue it; resume: it must exist, off: it must not"
     )
@@ -275,3 +275,20 @@ class Config(Section):
     warmup: WarmupConfig = WarmupConfig()
     evaluation: EvalConfig = EvalConfig()
     telemetry: TelemetryConfig = TelemetryConfig()
+
+    @property
+    def evaluate_only(self) -> bool:
+        """True for a trial of `realsys eval`: it serves the model and evaluates it, without ModelWorkers."""
+        return self.train.loop == "evaluate"
+
+    def with_ppo(self, settings: Mapping[str, Any]) -> Config:
+        """Return this configuration with other values of ``train.ppo``, by field. Raises ConfigError."""
+        if unknown := settings.keys() - PPOConfig.model_fields.keys():
+            raise ConfigError(f"train.ppo.{min(unknown)}", settings[min(unknown)], "unknown field")
+        try:
+            ppo = PPOConfig.model_validate({**self.train.ppo.model_dump(), **settings})
+        except ValidationError as error:
+            first = error.errors()[0]
+            field = ".".join(map(str, ("train.ppo", *first["loc"])))
+            raise ConfigError(field, first["input"], first["msg"]) from None
+        return self.model_copy(update={"train": self.train.model_copy(update={"ppo": ppo})})

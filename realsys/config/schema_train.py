@@ -266,6 +266,11 @@ class RecordConfig(Section):
 class TrainConfig(Section):
     """The train step: batch, limits, memory and parallelism."""
 
+    loop: str = Field(
+        "train",
+        description="training loop: train, or your file (mine.py, which has a function train, or mine.py:function);"
+        " `realsys init loop mine.py` writes one; session and evaluate: set by realsys.Session and `realsys eval`",
+    )
     batch_groups: Positive = Field(512, description="B: prompts per train step")
     total_steps: Positive = Field(100, description="stop after this number of train steps")
     total_epochs: NonNegative = Field(0, description="stop after this number of passes over the prompts; 0: no limit")

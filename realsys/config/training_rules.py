@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from realsys.config.allocation import ACTOR, Allocation
 from realsys.config.dataflow import Dataflow, role_field, role_settings, token_level_advantages
-from realsys.config.doors import LOSS
+from realsys.config.doors import LOOP, LOSS
 from realsys.config.schema import Config
 from realsys.config.schema_train import OptimizerConfig
 from realsys.errors import ConfigError
@@ -15,6 +15,7 @@ from realsys.errors import ConfigError
 def check_training(config: Config, allocation: Allocation, flow: Dataflow) -> None:
     """Raise ConfigError for the first rule that is broken."""
     _check_batch(config, allocation, flow)
+    LOOP.check(config.train.loop)
     if config.train.distributed_optimizer:
         for field, optimizer in _optimizers(config, flow):
             _check_sharded(field, optimizer)

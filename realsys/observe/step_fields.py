@@ -211,6 +211,7 @@ _REWARD: list[_Row] = [
     ("signal/batch_equal", "0 or 1", "1 if all rewards of the batch are equal"),
     ("verdict_failures/{cause}", "completions", "completions since the step before without a verdict, by cause"),
     ("metrics/{name}", "", "metric of agent, environment or verifier, mean over the episodes that have it"),
+    ("script/{name}", "", "number that a training script has logged (`session.log`)"),
 ]
 
 _LENGTH: list[_Row] = [

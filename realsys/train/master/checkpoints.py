@@ -129,14 +129,23 @@ class Checkpoints:
             await self._begin(step)
             await self._complete(wait=True)
 
+    async def save(self) -> None:
+        """Take a checkpoint of the last step, which is published, unless it has one; return when it is on disk.
+
+        Raises CheckpointError.
+        """
+        if self._newest_step > self._saved_step:
+            await self._begin(self._newest_step)
+        await self._complete(wait=True)
+
     async def finish(self, *, stopped: bool) -> None:
         """Complete all checkpoints after the last step, which is published; return when they are on disk.
 
         Raises CheckpointError.
         """
         settings = self._config.checkpoint
-        if (settings.on_stop if stopped else settings.at_end) and self._newest_step > self._saved_step:
-            await self._begin(self._newest_step)
+        if settings.on_stop if stopped else settings.at_end:
+            await self.save()
         await self._complete(wait=True)
 
     async def load(self, directory: Path) -> CheckpointState:

@@ -116,10 +116,12 @@ class GraphExecutor:
         step: int,
         version: int,
         args: Mapping[str, dict[str, Any]],
+        scores: Mapping[str, float] | None = None,
     ) -> dict[str, CallResult]:
         """Run every call once; return the results by call name.
 
-        ``plans``: role -> its minibatches. ``args``: call name -> extra arguments. ``version``: of
+        ``plans``: role -> its minibatches. ``scores``: of a call before; then other graphs follow on the same arrays,
+        and none is cleared. ``args``: call name -> extra arguments. ``version``: of
         the weights that the calls start with. ``ownership`` is kept up to date; the caller clears
         the arrays that are left in it.
 
@@ -129,6 +131,8 @@ class GraphExecutor:
         graph_run = _GraphRun(
             self._flow, self._meshes, self._workers, self._score_weight, plans, ownership, step, version, args
         )
+        if scores is not None:
+            graph_run.scores, graph_run.clears = dict(scores), False
         return await graph_run.finish()
 
 
@@ -162,6 +166,7 @@ class _GraphRun:
     results: dict[str, CallResult] = field(default_factory=dict)
     # None: a clear request
     running: dict[asyncio.Future[Any], FunctionCall | None] = field(default_factory=dict)
+    clears: bool = True  # arrays without further readers
 
     async def finish(self) -> dict[str, CallResult]:
         """Send calls as they become ready, until all have replied; return their results."""
@@ -210,14 +215,15 @@ class _GraphRun:
             return
         busy = {w for call in self.running.values() if call is not None for w in self.meshes[call.role].workers}
         began = time.perf_counter()
-        wave = await self._off_loop(self._plan_wave, ready, busy)
-        # No await until all is sent: a request in between could reach a worker before a transfer and
-        # its source after it.
-        moving = {name: self.workers.transfer(requests) for name, requests in wave.first.items()}
-        for call in wave.calls:
-            if call.name in wave.others:
-                moving[call.name] = self.workers.transfer(wave.others[call.name])
-            self.running[self._send_call(call, moving.get(call.name), began)] = call
+        async with self.ownership.planning:
+            wave = await self._off_loop(self._plan_wave, ready, busy)
+            # No await until all is sent: a request in between could reach a worker before a transfer and
+            # its source after it.
+            moving = {name: self.workers.transfer(requests) for name, requests in wave.first.items()}
+            for call in wave.calls:
+                if call.name in wave.others:
+                    moving[call.name] = self.workers.transfer(wave.others[call.name])
+                self.running[self._send_call(call, moving.get(call.name), began)] = call
 
     def _plan_wave(self, ready: list[FunctionCall], busy: set[int]) -> _Wave:
         """Plan the transfers of the calls that are ready, and count their destinations as holders.
@@ -277,6 +283,8 @@ class _GraphRun:
             version=self.version,
             minibatches=self._minibatches(call),
             args=self.args.get(call.name, {}),
+            inputs=sorted(call.inputs),
+            outputs=sorted(call.outputs),
             pre_hooks=list(call.pre_hooks),
             post_hooks=list(call.post_hooks),
         )
@@ -322,7 +330,7 @@ class _GraphRun:
         Only after a call that was the last reader of a key. After the last call the caller clears
         whole samples.
         """
-        if len(self.results) == len(self.flow.calls):
+        if len(self.results) == len(self.flow.calls) or not self.clears:
             return
         # A call that is sent counts as a reader until it has replied: only replied calls are
         # subtracted.
@@ -402,6 +410,8 @@ class Ownership:
     """
 
     owners: dict[str, dict[str, Holders]] = field(default_factory=dict)
+    #: held from a plan to the sending of its requests, by graphs that run at the same time
+    planning: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def add_owners(self, keys: Iterable[str], owners: Mapping[str, Holders]) -> None:
         """Add holders. ``owners``: sample id -> workers that hold all of ``keys``."""

@@ -223,14 +223,16 @@ class IntakeState:
         """True if the groups of another batch have arrived."""
         return self.buffer.ready_groups >= self.settings.batch_groups
 
-    def propose(self, version: int) -> list[str]:
-        """Choose the groups to train on top of ``version``; return their tickets, sorted, or [] if there are too few.
+    def propose(self, version: int, groups: int = 0) -> list[str]:
+        """Choose ``groups`` groups (0: those of a batch) to train on top of ``version``.
+
+        Returns their tickets, sorted, or [] if there are too few.
 
         The shell claims the tickets, and calls ``conclude``.
         """
         settings = self.settings
         self.version = version
-        batch = self.buffer.take(settings.batch_groups, self._oldest_trained())
+        batch = self.buffer.take(groups or settings.batch_groups, self._oldest_trained())
         self._stale += len(batch.dropped)
         self._lose(batch.lost)
         self.departures.dropped.extend(batch.dropped)
@@ -266,7 +268,8 @@ class IntakeState:
         )
         self._stale = 0
         self._refused = 0
-        self.version += 1
+        if len(batch.groups) >= self.settings.batch_groups:
+            self.version += 1  # a smaller batch of a script is not all that this version trains
         return train_batch
 
     def _oldest_trained(self) -> int | None:

@@ -20,6 +20,8 @@ from realsys.model_calls import (
     MaskRequest,
     MfcReply,
     MfcRequest,
+    ReadReply,
+    ReadRequest,
     SamplesArrived,
     TransferReply,
 )
@@ -119,6 +121,9 @@ class ModelWorkers:
         """
         payloads = {worker: encode_message(ClearRequest(ids, list(keys))) for worker, ids in samples.items()}
         return self._stream.scatter(payloads, "clear", Empty, timeout_s=self._timeout_s)
+
+    def read(self, worker: int, payload: ReadRequest) -> asyncio.Future[ReadReply]:
+        return self._stream.request(worker, "read", payload, ReadReply, timeout_s=self._timeout_s)
 
     def mask(self, samples: Mapping[int, list[str]], oldest: int) -> asyncio.Future[list[Empty]]:
         """Take the tokens of versions below ``oldest`` out of the loss of samples (worker -> sample ids)."""

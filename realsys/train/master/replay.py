@@ -150,7 +150,7 @@ class Replay:
         recorded = await asyncio.to_thread(files.read_record, directory)
         arrays, _ = await asyncio.to_thread(files.read_arrays, directory, recorded)
         await self._workers.load_record(LoadRecordRequest(str(directory)))
-        await self._runner.run(step, recorded.groups, recorded.args)
+        await self._runner.run(step, self._runner.hold(recorded.groups), recorded.args)
         await self.recorder.digest(step)  # a replay publishes nothing
         await self.recorder.finish()
         again = files.record_of_step(self._paths.records, step)

@@ -19,12 +19,13 @@ from typing import Any
 
 from realsys.algorithm import dataflows
 from realsys.algorithm.balance import CostFunction
-from realsys.cluster.aio import on_disk, unless
+from realsys.cluster.aio import from_thread, in_thread, on_disk, unless
 from realsys.cluster.stream.master_stream import MasterStream, RoutedStream
 from realsys.cluster.topology import Mesh, place, routing_table
 from realsys.cluster.worker import WorkerContext
 from realsys.config.allocation import ACTOR, parse_allocation
 from realsys.config.dataflow import Dataflow, dataflow_of, role_settings, saved_roles
+from realsys.config.doors import LOOP
 from realsys.config.evaluation_sets import evaluation_sets, id_of_set
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
@@ -35,11 +36,13 @@ from realsys.manager.client import ManagerClient
 from realsys.manager.messages import RollBackRequest
 from realsys.model_calls import InitializeRequest, SamplesArrived
 from realsys.observe.step_log import StepRecord, surviving_steps
+from realsys.session import Session, run_script
+from realsys.train.master import script_service
 from realsys.train.master.checkpoints import Checkpoints, CheckpointSources
 from realsys.train.master.devices import Devices
 from realsys.train.master.executor import GraphExecutor
+from realsys.train.master.intake import Intake
 from realsys.train.master.intake_decisions import IntakeSettings, IntakeState
-from realsys.train.master.loop import Intake, TrainLoop, TrainLoopParts, planned_steps
 from realsys.train.master.model_workers import ModelWorkers
 from realsys.train.master.publish import Publisher, VersionKey
 from realsys.train.master.recorder import StepRecorder
@@ -53,6 +56,7 @@ from realsys.train.master.recovery import (
     unanswered,
 )
 from realsys.train.master.request_evaluations import EvaluationRequests, Repair, ResultWriter, require_completions
+from realsys.train.master.session import MasterSession, SessionParts, planned_steps
 from realsys.train.master.step import CallArguments, StepRunner, Warmup, WarmupParts, cost_functions, plan_roles
 from realsys.train.master.step_statistics import RunStatus, StepLog
 from realsys.train.master.stopping import Stopping
@@ -85,9 +89,9 @@ class MasterRun:
         stream.on_notice("recorded", Recorded, recorder.written)
         plan = functools.partial(plan_roles, config, parts.meshes, parts.costs)
         recorder_in_use = recorder if config.record.keep_steps else None
-        self._loop = TrainLoop(
+        self._session = MasterSession(
             config,
-            TrainLoopParts(
+            SessionParts(
                 runner=StepRunner(config, parts.flow, parts.meshes, plan, parts.workers, recorder_in_use),
                 stopping=Stopping(stop, parts.workers, ctx.paths.stopping),
                 intake=intake,
@@ -99,6 +103,8 @@ class MasterRun:
                 step_log=parts.connections.step_log,
                 show=parts.status.show,
                 devices=parts.devices,
+                workers=parts.workers,
+                tokenizer=parts.tokenizer,
             ),
             hf_folder=ctx.paths.root / "hf",
             total_steps=parts.total_steps,
@@ -114,11 +120,25 @@ class MasterRun:
         done = await unless(self._stop, self._start())
         if done is None:
             return
-        steps = await self._loop.run(done)
+        steps = await self._session.run(self._script, done)
         await unless(self._stop, self._conclude(steps))
         if not self.finished:
             # With ``checkpoint.at_end=false`` the loop has saved nothing at its end: it expects the run to finish.
             await self._parts.checkpoints.finish(stopped=True)
+
+    async def _script(self) -> None:
+        """Run the training loop that ``train.loop`` names, in a thread: what blocks it blocks nothing else."""
+        name = self._ctx.config.train.loop
+        if name == "session":
+            await script_service.serve(self._session, self._ctx)
+            return
+        loop, function = asyncio.get_running_loop(), LOOP.load(name)
+
+        def call(method: str, *args: Any) -> Any:
+            return from_thread(loop, self._session.perform, method, *args)
+
+        session = Session(call, self._ctx.config, self._ctx.paths.root)
+        await in_thread("training loop", functools.partial(run_script, function, session, name))
 
     async def _start(self) -> int:
         """Run the phases before the first step; return the steps done.
@@ -161,7 +181,7 @@ class MasterRun:
         if start.own:
             # the results of these were lost with the predecessor of this trainer
             for eval_id, step in unanswered(self._records(), requested, done, self._sets, self._parts.total_steps):
-                await self._loop.start_evaluation(eval_id, step, requested_at=done)
+                await self._session.start_evaluation(eval_id, step, requested_at=done)
         return done
 
     async def _roll_back(self, start: TrainingStart) -> list[str]:
@@ -261,7 +281,7 @@ class MasterRun:
 
 # ---- parts
 #
-#     connections ──> ModelWorkers ──> publisher, checkpoints ──> intake, evaluations ──> TrainLoop
+#     connections ──> ModelWorkers ──> publisher, checkpoints ──> intake, evaluations ──> MasterSession
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Runs the calls of one train step, in a run and in a replay.
+"""Runs the calls of a train step, in a run and in a replay: all of the dataflow, or those that a script asks for.
 
 groups ──plan──> minibatches per role ──> graph of calls ──> results
    └──────────────── recorder ──────────────────┘ record/step-K
@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -22,11 +22,11 @@ from realsys.algorithm.minibatches import plan_minibatches, rows_left_out, seque
 from realsys.algorithm.sequence_buffer import owners_of
 from realsys.cluster.topology import Mesh
 from realsys.config.allocation import ACTOR
-from realsys.config.dataflow import Dataflow, advantages_by_token, comparing_call, role_settings
+from realsys.config.dataflow import Dataflow, FunctionCall, advantages_by_token, comparing_call, role_settings
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config, WarmupConfig
 from realsys.config.schema_train import OptimizerConfig
-from realsys.model_calls import SNAPSHOT
+from realsys.model_calls import PPO, SNAPSHOT
 from realsys.model_files.config_json import read_sizes
 from realsys.observe.spans import span
 from realsys.train.master.executor import CallResult, GraphExecutor, Minibatches, Ownership
@@ -35,11 +35,30 @@ from realsys.train.master.recorder import StepRecorder, check_finite
 from realsys.train.master.step_statistics import SAMPLE_TOKENS, AgreementSampler, StepLog
 from realsys.types import SampleMeta, SequenceRef
 
-Plan = Callable[[Sequence[SequenceRef]], dict[str, Minibatches]]
+#: (rows, other values of fields of ``train.ppo``) -> role -> its minibatches
+Plan = Callable[[Sequence[SequenceRef], Mapping[str, Any]], dict[str, Minibatches]]
+
+
+@dataclass(slots=True)
+class HeldBatch:
+    """Rows of a batch on the workers: who holds which array, and what the calls on them have made so far.
+
+    A part of a batch has other ``groups`` and shares the rest.
+    """
+
+    groups: list[list[SampleMeta]]
+    ownership: Ownership
+    keys: set[str]
+    scores: dict[str, float] = field(default_factory=dict)
+    compared: bool = False  # a call has compared engine and trainer on it
+
+    @property
+    def sample_ids(self) -> list[str]:
+        return [sample.sample_id for group in self.groups for sample in group]
 
 
 class StepRunner:
-    """Runner of the train steps of ``flow``. ``recorder`` is None if no step is recorded."""
+    """Runner of the calls of train steps. ``recorder`` is None if no step is recorded."""
 
     def __init__(
         self,
@@ -52,67 +71,94 @@ class StepRunner:
     ) -> None:
         self.flow = flow
         self.recorder = recorder
+        self._meshes = meshes
         self._plan = plan
         self._workers = workers
         ppo = config.train.ppo
         # ``train.ppo.critic.warmup_steps``
         self._only_critic = Dataflow([c for c in flow.calls if not (c.trains and c.role == ACTOR)], flow.source_keys)
-        weight = ppo.reward_model_weight
-        self._executor = GraphExecutor(flow, meshes, workers, score_weight=weight)
-        self._critic_executor = GraphExecutor(self._only_critic, meshes, workers, score_weight=weight)
-        self._compares = comparing_call(flow)
+        self._score_weight = ppo.reward_model_weight
+        compares = comparing_call(flow)
         self._agreement = AgreementSampler(
             config.asynchronous.max_staleness,
             SAMPLE_TOKENS if config.train.engine_check else 0,
-            scores_all=self._compares is not None and not self._compares.trains,
+            scores_all=compares is not None and not compares.trains,
         )
         self._critic_steps = ppo.critic.warmup_steps if ppo.critic.enabled else 0
 
-    async def run(
-        self, step: int, groups: list[list[SampleMeta]], args: Mapping[str, dict[str, Any]]
-    ) -> dict[str, CallResult]:
-        """Run the calls of ``step`` on ``groups``: version ``step - 1`` trains. Return their
+    def hold(self, groups: list[list[SampleMeta]]) -> HeldBatch:
+        """Return the batch of ``groups``, of which the workers hold what has arrived."""
+        ownership = Ownership()
+        ownership.add_owners(self.flow.source_keys, owners_of(groups))
+        return HeldBatch(groups, ownership, set(self.flow.source_keys))
+
+    async def run(self, step: int, batch: HeldBatch, args: Mapping[str, dict[str, Any]]) -> dict[str, CallResult]:
+        """Run all calls of ``step`` on a batch: version ``step - 1`` trains. Return their
         results by call name.
 
         Afterwards no worker holds an array of these samples. Raises as ``GraphExecutor.run`` does.
         """
-        ownership = Ownership()
-        ownership.add_owners(self.flow.source_keys, owners_of(groups))
-        # In a thread: with thousands of rows it takes tens of milliseconds.
-        with span("plan", f"step/{step}"):
-            plans = await asyncio.to_thread(self._plan, sequence_refs(groups))
-        critic_only = step <= self._critic_steps
-        flow = self._only_critic if critic_only else self.flow
-        if self._compares in flow.calls:
-            args = self._with_snapshot(step - 1, groups, plans, args)
-        executor = self._critic_executor if critic_only else self._executor
-        recording = self.recorder.begin(step, groups, flow, plans, args) if self.recorder else None
-        # Workers compare the versions of tokens with this one: the weights that the step starts
-        # with.
-        results = await executor.run(plans, ownership, step=step, version=step - 1, args=args)
+        flow = self._only_critic if step <= self._critic_steps else self.flow
+        plans = await self._planned(step, batch, {})
+        args = self._compared(step, batch, flow, plans, args)
+        recording = self.recorder.begin(step, batch.groups, flow, plans, args) if self.recorder else None
+        results = await self._executor(flow).run(plans, batch.ownership, step=step, version=step - 1, args=args)
         # Workers serve requests in order: the record must be sent before the request that clears
         # its arrays.
         recorded = [recording.end(results)] if recording else []
-        ids = [sample.sample_id for group in groups for sample in group]
-        # In a thread, too, for the same reason.
-        held = await asyncio.to_thread(ownership.discard_samples, ids)
-        await asyncio.gather(self._workers.clear(held), *recorded)
+        await asyncio.gather(self.clear(batch), *recorded)
         return results
 
-    def _with_snapshot(
+    async def call(
+        self, step: int, batch: HeldBatch, flow: Dataflow, args: Mapping[str, dict[str, Any]]
+    ) -> dict[str, CallResult]:
+        """Run the calls of ``flow`` on a batch, and keep its arrays: others may run at the same time."""
+        settings: dict[str, Any] = next((own[PPO] for own in args.values() if PPO in own), {})
+        plans = await self._planned(step, batch, settings)
+        args = self._compared(step, batch, flow, plans, args)
+        executor = self._executor(flow)
+        results = await executor.run(
+            plans, batch.ownership, step=step, version=step - 1, args=args, scores=batch.scores
+        )
+        for call in flow.calls:
+            batch.keys |= call.outputs
+            batch.scores |= results[call.name].scores
+        return results
+
+    async def clear(self, batch: HeldBatch) -> None:
+        """Free all arrays of the batch on all workers."""
+        if any(batch.ownership.owners.values()):
+            held = await asyncio.to_thread(batch.ownership.discard_samples, batch.sample_ids)
+            await self._workers.clear(held)
+
+    async def _planned(self, step: int, batch: HeldBatch, settings: Mapping[str, Any]) -> dict[str, Minibatches]:
+        # In a thread: with thousands of rows it takes tens of milliseconds.
+        with span("plan", f"step/{step}"):
+            return await asyncio.to_thread(self._plan, sequence_refs(batch.groups), settings)
+
+    def _executor(self, flow: Dataflow) -> GraphExecutor:
+        return GraphExecutor(flow, self._meshes, self._workers, score_weight=self._score_weight)
+
+    def _compared(
         self,
-        version: int,
-        groups: Sequence[Sequence[SampleMeta]],
+        step: int,
+        batch: HeldBatch,
+        flow: Dataflow,
         plans: Mapping[str, Minibatches],
         args: Mapping[str, dict[str, Any]],
     ) -> Mapping[str, dict[str, Any]]:
-        """Return the arguments with those of the comparison of engine and trainer, for the actor's first call."""
-        if ACTOR not in plans or self._compares is None:
+        """Return the arguments with those of the comparison of engine and trainer, for the actor's first call.
+
+        Workers compare the versions of tokens with ``step - 1``: the weights that the step starts with.
+        """
+        compares = comparing_call(flow)
+        if ACTOR not in plans or compares is None or batch.compared:
             return args
-        name = self._compares.name
-        samples = {sample.sample_id: sample for group in groups for sample in group}
+        batch.compared = True
+        samples = {sample.sample_id: sample for group in batch.groups for sample in group}
         own = [samples[ref.sample_id] for minibatch in plans[ACTOR] for ref in minibatch[0]]
-        plan = self._agreement.plan(version, own)
+        plan = self._agreement.plan(step - 1, own)
+        name = compares.name
         return args if plan is None else {**args, name: {**args.get(name, {}), SNAPSHOT: msgspec.to_builtins(plan)}}
 
 
@@ -227,13 +273,18 @@ def cost_functions(config: Config, paths: TrialPaths, roles: Sequence[str]) -> d
 
 
 def plan_roles(
-    config: Config, meshes: Mapping[str, Mesh], costs: Mapping[str, CostFunction], refs: Sequence[SequenceRef]
+    config: Config,
+    meshes: Mapping[str, Mesh],
+    costs: Mapping[str, CostFunction],
+    refs: Sequence[SequenceRef],
+    settings: Mapping[str, Any] | None = None,
 ) -> dict[str, Minibatches]:
-    """Return role -> ``plan[minibatch][data rank]``.
+    """Return role -> ``plan[minibatch][data rank]``. ``settings``: other values of fields of ``train.ppo``.
 
     A call that only infers runs its role's whole plan in one pass. The actor's plan balances the work of
     the rows that it computes. With a reward model the rewards are not known yet, so nothing is left out.
     """
+    config = config.with_ppo(settings) if settings else config
     ppo = config.train.ppo
     left_out: set[str] = set()
     if not ppo.reward_model_weight:
@@ -271,16 +322,22 @@ class CallArguments:
         self._flow = flow
         self._total_steps = total_steps
         self._adaptive = kl.target > 0
-        self._optimizers = {role: role_settings(config, role).optimizer for role in flow.trained_roles}
+        self._config = config
         self._kl = AdaptiveKL(kl.coef, kl.target, kl.horizon)
 
     def of_step(self, step: int) -> dict[str, dict[str, Any]]:
         """Return call name -> arguments for train step ``step`` (the first is 1)."""
-        args: dict[str, dict[str, Any]] = {call.name: {} for call in self._flow.calls}
-        for call in self._flow.calls:
+        return self.of_calls(step, self._flow.calls)
+
+    def of_calls(self, step: int, calls: Iterable[FunctionCall]) -> dict[str, dict[str, Any]]:
+        """Return the same for ``calls``."""
+        args: dict[str, dict[str, Any]] = {}
+        for call in calls:
+            args[call.name] = {}
             if call.trains:
                 # The schedule counts steps from 0, the loop from 1.
-                args[call.name]["lr"] = learning_rate(self._optimizers[call.role], step - 1, self._total_steps)
+                settings = role_settings(self._config, call.role).optimizer
+                args[call.name]["lr"] = learning_rate(settings, step - 1, self._total_steps)
             if REFERENCE in call.inputs:
                 args[call.name]["kl_coef"] = self._kl.coef
         return args

@@ -33,7 +33,7 @@ from realsys.config.doors import CALL_HANDLER, HOOK
 from realsys.config.rank_memory import recomputed_of_model
 from realsys.config.schema import Config
 from realsys.errors import ModelError
-from realsys.model_calls import MfcRequest
+from realsys.model_calls import PPO, MfcRequest
 from realsys.train.megatron.device import Device
 from realsys.train.megatron.mesh import MeshGroups
 from realsys.train.megatron.train_engine import MegatronEngine
@@ -118,15 +118,25 @@ class Role:
         return sequences_per_rank(request)[self.groups.data_rank]
 
     def call(self, request: MfcRequest) -> FunctionCall:
-        """Return the request's call in the dataflow, for the keys that it reads and makes.
-
-        Raises ModelError if it is unknown.
-        """
+        """Return the request's call, for the keys that it reads and makes. Raises ModelError if it is unknown."""
+        if request.inputs:
+            keys = frozenset(request.inputs), frozenset(request.outputs)
+            return FunctionCall(request.mfc, request.role, request.handler, *keys)
         for call in dataflow_of(self.config).calls:
             if call.name == request.mfc:
                 return call
         algorithm = self.config.train.ppo.algorithm
         raise ModelError(f"call {request.mfc!r} is not part of train.ppo.algorithm={algorithm}: check its dataflow")
+
+    @contextlib.contextmanager
+    def configured(self, request: MfcRequest) -> Iterator[None]:
+        """Use the settings of ``train.ppo`` that the request has inside the block."""
+        config = self.config
+        self.config = config.with_ppo(settings) if (settings := request.args.get(PPO)) else config
+        try:
+            yield
+        finally:
+            self.config = config
 
     def microbatches(
         self, per_rank: Sequence[Sequence[SequenceRef]], keys: Sequence[str] = (), *, gradients: bool = True

@@ -19,6 +19,7 @@ Waits for the next request only. Produces replies, and the notice ``samples_arri
     load_checkpoint     ranks of the role's mesh        replaces the training state
     hold, record        all workers                     keeps the arrays of a step; writes its share of the record
     load_record         all workers                     stores the samples of a recorded step (replay)
+    read                holders of the samples          returns arrays (for a training script)
     mask                holder of the samples           takes tokens out of the loss
     keep_dropped        holder of the samples           writes a group that was too old (in the background)
     clear               holders of the samples          frees arrays
@@ -72,6 +73,8 @@ from realsys.model_calls import (
     MfcReply,
     MfcRequest,
     MfcShare,
+    ReadReply,
+    ReadRequest,
     SamplesArrived,
     Transfer,
     TransferReply,
@@ -193,6 +196,7 @@ class ModelWorkerService:
             "hold": (HoldRequest, recorder.hold),
             "record": (RecordRequest, recorder.record),
             "load_record": (LoadRecordRequest, recorder.load),
+            "read": (ReadRequest, self._read),
             "mask": (MaskRequest, self._mask),
             "keep_dropped": (KeepDroppedRequest, too_old.keep),
             "clear": (ClearRequest, self._clear),
@@ -286,7 +290,8 @@ class ModelWorkerService:
             hook(role, request)
         self._gate.begin(request.version, request.mfc)
         try:
-            outcome = handler.run(role, request)
+            with role.configured(request):
+                outcome = handler.run(role, request)
         except StepAbandoned as stopped:
             log.info("%s", stopped)
             return MfcReply(self._worker, abandoned=True)
@@ -336,6 +341,9 @@ class ModelWorkerService:
         load_checkpoint(self._role(request.role), Path(request.directory))
         self._saver.forget_frozen(request.role)
         return Empty()
+
+    def _read(self, request: ReadRequest) -> ReadReply:
+        return ReadReply([[self._data.get(name, key).tolist() for key in request.keys] for name in request.sample_ids])
 
     def _mask(self, request: MaskRequest) -> Empty:
         self._data.mask_older(request.sample_ids, request.oldest)

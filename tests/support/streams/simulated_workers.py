@@ -25,6 +25,7 @@ from realsys.model_calls import (
     TransferReply,
     TransferRequest,
 )
+from realsys.train.step_gate import GateState, SettleRequest
 from realsys.types import METADATA_KEYS
 
 BOUND = 3000  # far beyond the turns of all requests of a test together
@@ -134,6 +135,16 @@ class SimulatedWorkers:
     def enqueue(self, worker: int, sent: Sent) -> None:
         self._queues[worker].put_nowait(sent)
 
+    async def pause_step(self) -> list[GateState]:
+        """Return the state of a gate that has passed everything so far."""
+        calls = [sent.payload for sent in self.sent if isinstance(sent.payload, MfcRequest)]
+        updating = any(c.handler.endswith("_train") and c.version == calls[-1].version for c in calls)
+        return [GateState(calls[-1].version, {}, updating)]
+
+    async def settle_step(self, payload: SettleRequest) -> list[GateState]:
+        assert not payload.abandon, "its calls cannot be abandoned"
+        return await self.pause_step()
+
     # -- a worker ----------------------------------------------------------------------------------------------------
 
     async def _serve(self, worker: int) -> None:
@@ -207,20 +218,20 @@ class SimulatedWorkers:
 
     def _compute(self, worker: int, request: MfcRequest) -> MfcReply:
         mesh = self.meshes[request.role]
-        call = next(call for call in self.flow.calls if call.name == request.mfc)
+        inputs, outputs = set(request.inputs) - METADATA_KEYS, set(request.outputs) - METADATA_KEYS
         dp, _, pp = mesh.coordinates(mesh.workers.index(worker))
         last = pp == mesh.layout.pipeline - 1
         samples = [ref.sample_id for minibatch in request.minibatches for ref in minibatch[dp]]
-        for key in call.inputs - METADATA_KEYS:
+        for key in inputs:
             if last or key == "tokens":
                 for sample in samples:
                     assert (key, sample) in self.held[worker], (
-                        f"worker {worker} lacks {key} of {sample} for {call.name}"
+                        f"worker {worker} lacks {key} of {sample} for {request.mfc}"
                     )
         if last:
-            self.held[worker] |= {(key, sample) for key in call.outputs - METADATA_KEYS for sample in samples}
-        reply = MfcReply(worker, **({"stats": {"rank": float(worker)}} | self.report.get(call.name, {})))
-        if worker == mesh.dp_head(dp) and "scores" in call.outputs:
+            self.held[worker] |= {(key, sample) for key in outputs for sample in samples}
+        reply = MfcReply(worker, **({"stats": {"rank": float(worker)}} | self.report.get(request.mfc, {})))
+        if worker == mesh.dp_head(dp) and "scores" in request.outputs:
             found = {sample: self._score(sample) for sample in samples}
             reply.scores = {sample: score for sample, score in found.items() if score is not None}
         return reply

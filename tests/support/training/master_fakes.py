@@ -10,7 +10,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from realsys import loops
 from realsys.algorithm.balance import token_costs
+from realsys.cluster.aio import from_thread, in_thread
 from realsys.cluster.topology import place
 from realsys.config.allocation import parse_allocation
 from realsys.config.dataflow import SOURCE_KEYS, dataflow_of
@@ -29,9 +31,11 @@ from realsys.manager.messages import (
 from realsys.manager.operations import status
 from realsys.model_calls import MfcRequest
 from realsys.rollout.episodes import reason_to_drop
+from realsys.session import Session, run_script
 from realsys.train.master.devices import Devices
+from realsys.train.master.intake import Intake
 from realsys.train.master.intake_decisions import IntakeSettings, IntakeState
-from realsys.train.master.loop import Intake, TrainLoop, TrainLoopParts
+from realsys.train.master.session import MasterSession, SessionParts, _Step
 from realsys.train.master.step import CallArguments, StepRunner, plan_roles
 from realsys.train.master.stopping import Stopping
 from realsys.types import Episode, PublishedVersion, SampleMeta, ServerAddress, Ticket
@@ -195,7 +199,7 @@ class Run:
         written: Any = {"publisher": self.versions, "checkpoints": self.disk, "step_log": self.records}
         parts: Any = {**written, "manager": manager}
         plan = functools.partial(plan_roles, config, meshes, dict.fromkeys(meshes, token_costs))
-        loop_parts = TrainLoopParts(
+        parts_of_session = SessionParts(
             runner=StepRunner(config, flow, meshes, plan, self.workers),
             stopping=Stopping(self.stop, self.workers, Path(os.devnull)),
             intake=self.intake,
@@ -203,10 +207,32 @@ class Run:
             evaluations=NoEvaluations(),  # type: ignore[arg-type]
             show=self._show,
             devices=Devices(unused, unused, incarnation="", timeout_s=BOUND_S, shared=False),
+            workers=self.workers,
+            tokenizer=None,  # type: ignore[arg-type]
             **parts,
         )
         total_steps = config.train.total_steps
-        self.loop = TrainLoop(config, loop_parts, hf_folder=Path("hf"), total_steps=total_steps, stop=self.stop)
+        self.session = MasterSession(
+            config, parts_of_session, hf_folder=Path("hf"), total_steps=total_steps, stop=self.stop
+        )
+
+    async def train(self, done: int = 0, script: Any = loops.train) -> int:
+        """Run a training loop from step ``done``, in a thread, as the MasterWorker does; return the steps done."""
+        loop = asyncio.get_running_loop()
+
+        def call(method: str, *args: Any) -> Any:
+            return from_thread(loop, self.session.perform, method, *args)
+
+        own = Session(call, self.config, Path(os.devnull))
+        return await self.session.run(lambda: in_thread("training loop", lambda: run_script(script, own, "mine")), done)
+
+    async def step(self, number: int) -> None:
+        """Train one step."""
+        self.session._done, self.session._step = number - 1, _Step(number)
+        batch = await self.session.prepare(0, 0.0)
+        assert batch is not None
+        await self.session.update(batch.number)
+        await self.session.publish()
 
     async def _show(self, fields: dict[str, Any]) -> None:
         assert fields["step"] == self.records[-1]["step"]

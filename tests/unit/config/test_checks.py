@@ -195,7 +195,7 @@ PAIRS = [
     # a server may share the GPU of a rank; two ranks need two GPUs
     ((GPU1, ONE, SHARE), (GPU1, "allocation=serve.d1+d2", SHARE), "2 training ranks need a GPU each, and there are 1"),
     # servers that use devices of ranks in turn
-    ((CPU, TURNS), (CPU, TURNS, "evaluate_only=true"), "has no training ranks to share with: join their part with +"),
+    ((CPU, TURNS), (CPU, TURNS, "train.loop=evaluate"), "has no training ranks to share with: join their part with +"),
     ((CPU, TURNS), (CPU, TURNS, SHARE), "share_gpus=True: 2 servers use devices.* in turn, .*: set it to false"),
     ((CPU, TURNS), (CPU, TURNS, "asynchronous.interruptible=false"), "cannot keep completions.*: set it to true"),
     (

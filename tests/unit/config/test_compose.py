@@ -257,6 +257,7 @@ STORED = {
     "train.ppo.reward_model.enabled": (True, ["train.ppo.reward_model_weight=1"], ""),
     "train.ppo.reward_model.weight": (0.5, [], ""),
     "rollout.agent_limits.tool_s": (7.0, ["rollout.agent_args.tool_s=7.0"], ""),
+    "evaluate_only": (True, ["train.loop=evaluate"], ""),
     "generation.embedded.on_gpu": (True, ["model.small_on_gpu=true"], ""),
     "model.float32_on_gpu": (True, ["model.small_on_gpu=true"], ""),
     **{

@@ -146,7 +146,7 @@ def test_roles_stay_until_the_servers_have_their_turn():
     assert {role_settings(config, role).offload for role in ("actor", "critic", "ref")} == {"all"}
 
 
-@pytest.mark.parametrize("change", ["allocation=serve.d1+d2", "allocation=auto", "evaluate_only=true"])
+@pytest.mark.parametrize("change", ["allocation=serve.d1+d2", "allocation=auto", "train.loop=evaluate"])
 def test_roles_stay_if_no_server_takes_turns(change):
     config = changed(*IN_TURN, change)
     assert role_settings(config, "actor").offload == "none"

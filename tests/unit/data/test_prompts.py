@@ -370,7 +370,7 @@ def test_held_out_references_have_one_verifier(tmp_path):
 @pytest.mark.processes
 def test_evaluation_alone_checks_no_train_reference(tmp_path):
     one, other = (jsonl(tmp_path / f"{n}.jsonl", [{"prompt": "a", "answer": "it depends"}]) for n in (1, 2))
-    check_references(judged_by_exact(one, other, evaluate_only=True), trial(tmp_path))
+    check_references(judged_by_exact(one, other, train={"loop": "evaluate"}), trial(tmp_path))
 
 
 # ---- Near-duplicates of held-out prompts, against a comparison of every pair

@@ -49,7 +49,7 @@ def test_automatic_allocation_divides_the_gpus(gpus, allocation):
         (["train.offload=optimizer"], "serve.d1+d1", True),
         (["generation.backend=tests.unit.launch.test_fit:Own"], "serve.d1+d1", True),
         (["cluster.share_gpus=true"], "serve.d1+d1", True),
-        (["evaluate_only=true"], "serve.d1+d1", True),
+        (["train.loop=evaluate"], "serve.d1+d1", True),
     ],
 )
 def test_one_gpu_is_used_in_turn_if_possible(settings, allocation, shared):

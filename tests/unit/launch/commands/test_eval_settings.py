@@ -116,7 +116,7 @@ def test_sets_alone_are_enough(tmp_path):
         (False, [], None, "data.eval=.*name the problems to evaluate on"),
         *[
             (False, ["data.eval=/e.jsonl", override], None, "TARGET, --step and --name say what is evaluated")
-            for override in ("model.path=/x", "trial=a", "resume=b", "evaluate_only=false")
+            for override in ("model.path=/x", "trial=a", "resume=b", "train.loop=train")
         ],
     ],
 )
@@ -133,7 +133,7 @@ def test_trial_may_be_evaluated_in_another_folder(trial):
 
 
 def test_training_ranks_need_no_memory():
-    config = Config.model_validate({"evaluate_only": True, "allocation": "serve.d1+d64"})
+    config = Config.model_validate({"train": {"loop": "evaluate"}, "allocation": "serve.d1+d64"})
     machine = Machine(cpus=2, memory_bytes=32 << 30)
     place = place_of(config, parse_allocation(config.allocation), backend_rules(config), machine)
     assert (place.here.ranks, place.here.servers, place.ranks_on_gpu) == (0, 1, False)
@@ -150,7 +150,9 @@ def test_allocation_of_servers_alone_is_enough(trial):
 
 
 def test_plan_has_an_evaluator_and_no_trainer():
-    config = Config.model_validate({"evaluate_only": True, "allocation": "serve.d2+d8", "rollout": {"workers": 1}})
+    config = Config.model_validate(
+        {"train": {"loop": "evaluate"}, "allocation": "serve.d2+d8", "rollout": {"workers": 1}}
+    )
     machine = Machine(cpus=2, memory_bytes=32 << 30)
     specs = plan(config, TrialPaths(Path("/x")), seats_of(config, machine, nodes_of(config, machine)), "id")
     names = [spec.name for spec in specs]

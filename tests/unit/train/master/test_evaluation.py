@@ -330,10 +330,10 @@ class Parts:
         self.stop = asyncio.Event()
         self.master = MasterRun.__new__(MasterRun)
         self.checkpoints = self
-        for name, part in {"_stop": self.stop, "_loop": self, "_parts": self, "finished": False}.items():
+        for name, part in {"_stop": self.stop, "_session": self, "_parts": self, "finished": False}.items():
             setattr(self.master, name, part)
 
-    async def run(self, done):
+    async def run(self, script, done):
         self.log.append("loop")
         return 4
 
@@ -424,7 +424,7 @@ class Trial:
         self.write_weights(1.0)
         self.paths = TrialPaths(root / "trial")
         self.paths.root.mkdir()
-        self.config = changed("evaluation.problems=2", f"model.path={self.model}", "evaluate_only=true")
+        self.config = changed("evaluation.problems=2", f"model.path={self.model}", "train.loop=evaluate")
         self.names, self.store = trial_names(self.config), MemoryNameStore()
         self.manager = Manager(self.published)
         self.log = StepLog(self.paths.steps)

@@ -291,7 +291,7 @@ def train_five_steps():
     async def body():
         job = Run(*schedule("train.optimizer"), f"train.total_steps={STEPS}", f"asynchronous.max_staleness={STEPS}")
         job.arrive(*[(5.0, -5.0)] * (2 * STEPS))
-        assert await job.serve(job.loop.run()) == STEPS
+        assert await job.serve(job.train()) == STEPS
         return job
 
     finished: Run = run(body)

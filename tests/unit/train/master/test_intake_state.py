@@ -15,7 +15,7 @@ from realsys.manager.messages import (
     AllocateRequest,
     FinishRequest,
 )
-from realsys.train.master import loop as intake_module
+from realsys.train.master import intake as intake_module
 from realsys.train.master.intake_decisions import IntakeSettings, IntakeState
 from realsys.types import SampleMeta
 from tests.support.training.master_fakes import BOUND_S, Run, run
@@ -234,7 +234,7 @@ def test_step_reports_trained_tickets_staleness_and_waiting_groups():
     async def body():
         job = Run("train.total_steps=1")
         job.arrive(*[(5.0, -5.0)] * 3)
-        await job.serve(job.loop.run())
+        await job.serve(job.train())
         return job
 
     job = run(body)
@@ -257,7 +257,7 @@ def test_groups_of_other_trainer_incarnation_are_freed():
                 job.workers.held[0] |= {(k, sample.sample_id) for k in SOURCE_KEYS}
             job.intake.on_samples(samples)
         assert job.intake.state.held() == [("0000000001", 0), ("0000000002", 0)]
-        await job.serve(job.loop.run())
+        await job.serve(job.train())
         return job
 
     job = run(body)
@@ -303,7 +303,7 @@ def test_arrived_group_of_cancelled_ticket_is_not_trained():
 
         job.manager.claim = another_arrives  # type: ignore[method-assign]
         assert state.ledger.open[late.ticket_id].state == "waiting"
-        assert await job.serve(job.loop.run()) == 1
+        assert await job.serve(job.train()) == 1
         return job
 
     job = run(body)
@@ -323,7 +323,7 @@ def test_a_training_side_that_was_replaced_ends():
         job.manager.trained = refuse  # type: ignore[method-assign]
         job.arrive(*[(5.0, -5.0)] * 2)
         with pytest.raises(Fenced):
-            await job.serve(job.loop.run())
+            await job.serve(job.train())
         assert job.disk.wrote == ["v1"] and job.records == [], "no checkpoint says that the step was counted"
 
     run(body)
@@ -333,7 +333,7 @@ def test_stopped_run_saves_without_waiting_for_batch():
     async def body():
         job = Run("train.total_steps=5")
         job.arrive(*[(5.0, -5.0)] * 2)
-        running = asyncio.create_task(job.serve(job.loop.run()))
+        running = asyncio.create_task(job.serve(job.train()))
         await asyncio.wait_for(job.manager.changed.wait(), BOUND_S)  # step 1 is told; no group is left for step 2
         job.stop.set()
         assert await asyncio.wait_for(running, BOUND_S) == 1
@@ -353,7 +353,7 @@ def test_stop_request_ends_the_current_step():
             return await publish(version, step)
 
         job.versions.begin = stopped_meanwhile  # type: ignore[method-assign]
-        assert await job.serve(job.loop.run()) == 1
+        assert await job.serve(job.train()) == 1
         return job
 
     job = run(body)
@@ -380,7 +380,7 @@ def test_waiting_master_reports_held_groups(monkeypatch):
         job.manager.trained = reissue  # type: ignore[method-assign]
         for sample in samples:
             job.workers.held[0] |= {(k, sample.sample_id) for k in SOURCE_KEYS}
-        assert await job.serve(job.loop.run()) == 1
+        assert await job.serve(job.train()) == 1
         assert 0 in job.versions.looks, "what is published may be what no server can load: then nothing else arrives"
 
     run(body)

@@ -13,7 +13,7 @@ from realsys.algorithm.token_losses import StepLosses
 from realsys.config.dataflow import SOURCE_KEYS, dataflow_of
 from realsys.errors import NotFiniteError, StuckError, WeightsError
 from realsys.model_calls import SNAPSHOT, MaskRequest, SnapshotPlan
-from realsys.train.master import loop as intake
+from realsys.train.master import intake
 from realsys.train.master.executor import CallResult
 from realsys.train.master.intake_decisions import FEWEST_FAILURES, FEWEST_FILTERED, StuckCheck
 from realsys.train.master.step import CallArguments
@@ -31,7 +31,7 @@ def test_run_trains_publishes_and_clears_the_workers():
         job = Run("train.total_steps=2", "checkpoint.hf_every_steps=2")
         job.manager.state.servers.all()[0].load = {"memory_bytes": 7.0}
         job.arrive(*[(5.0, -5.0)] * 4)
-        assert await job.serve(job.loop.run()) == 2
+        assert await job.serve(job.train()) == 2
         return job
 
     job = run(body)
@@ -59,7 +59,7 @@ def test_run_resumes_after_steps_of_checkpoint():
         job = Run("train.total_steps=5")
         job.manager.publish(4)
         job.arrive(*[(5.0, -5.0)] * 2)
-        assert await job.serve(job.loop.run(4)) == 5
+        assert await job.serve(job.train(4)) == 5
         return job
 
     job = run(body)
@@ -85,7 +85,7 @@ def test_only_critic_trains_during_its_warm_up():
             allocation="sglang.d1+actor.d2+critic.m2",
         )
         job.arrive(*[(5.0, -5.0)] * 4)
-        await job.serve(job.loop.run())
+        await job.serve(job.train())
         return job
 
     job = run(body)
@@ -139,7 +139,7 @@ def test_last_step_and_first_steps_are_marked():
         job.manager.publish(2)
         for _ in range(2):
             job.arrive(*[(5.0, -5.0)] * 8)
-        await job.serve(job.loop.run(2))
+        await job.serve(job.train(2))
         return job
 
     job = run(body)
@@ -160,7 +160,7 @@ def test_masked_tokens_are_taken_out_before_step(caplog):
                 job.workers.held[owner] |= {(k, sample.sample_id) for k in SOURCE_KEYS}
             samples[0].version_min, samples[0].version_tokens = 0, [(0, 1), (2, 2)]
             job.intake.on_samples(samples)
-        await job.serve(job.loop.step(3))
+        await job.serve(job.step(3))
         return job
 
     job = run(body)
@@ -180,7 +180,7 @@ def test_tokens_of_failed_episodes_are_untrained():
         for step in (1, 2, 3):
             job.arrive(*[(5.0, -5.0)] * 2)
             job.manager.state.throughput.lost_tokens["failed"] += 4
-            await job.serve(job.loop.step(step))
+            await job.serve(job.step(step))
         return job
 
     assert [record["untrained"] for record in run(body).records] == [{}, {"failed": 0.25}, {"failed": 0.25}]
@@ -194,7 +194,7 @@ def test_verifier_failures_are_counted_by_cause():
         for step, counts in enumerate([{"cpu_time": 2}, {"cpu_time": 2, "raised": 1}, {"raised": 1}], 1):
             job.arrive(*[(5.0, -5.0)] * 2)
             job.manager.state.throughput.verdict_failures = Counter(counts)
-            await job.serve(job.loop.step(step))
+            await job.serve(job.step(step))
         return job
 
     records = run(body).records
@@ -207,7 +207,7 @@ def test_step_that_is_not_finite_ends_run():
         job.workers.report["actor_train"] = {"not_finite": ("actor", 2, ["t/0"])}
         job.arrive(*[(5.0, -5.0)] * 2)
         with pytest.raises(NotFiniteError, match="t/0"):
-            await job.serve(job.loop.run())
+            await job.serve(job.train())
         return job
 
     assert run(body).disk.wrote == [], "such weights are not published"
@@ -219,7 +219,7 @@ def test_steps_warn_of_weights_and_missing_signal(caplog):
         job.workers.report["actor_train"] = {"stats": {"w_max": 150.0}}
         for step in (1, 2, 3):
             job.arrive(*[(5.0, 5.0)] * 2)
-            await job.serve(job.loop.step(step))
+            await job.serve(job.step(step))
 
     run(body)
     weights, signal = (record.getMessage() for record in caplog.records)
@@ -241,7 +241,7 @@ def test_untrained_tokens_of_batch_are_named():
 def test_large_behaviour_weight_is_warned_of_once(caplog):
     job = Run()
     for largest in (2.0, 150.0, 4e8, 3.0):
-        job.loop._warn_of_weights(7, {"w_max": largest})
+        job.session._warn_of_weights(7, {"w_max": largest})
     assert [record.getMessage().partition(":")[0] for record in caplog.records] == [
         "step 7 has a token with behaviour weight w = 150"
     ]
@@ -250,7 +250,7 @@ def test_large_behaviour_weight_is_warned_of_once(caplog):
 def test_waste_is_warned_of_once_per_onset(caplog):
     job = Run()
     for share in (0.06, 0.07, 0.01, 0.06):
-        job.loop._warn_of_waste(StepLosses(1, {}, share, 0.0))
+        job.session._warn_of_waste(StepLosses(1, {}, share, 0.0))
     assert [record.getMessage()[:3] for record in caplog.records] == ["6 %", "6 %"]
 
 
@@ -274,7 +274,7 @@ def test_filtered_groups_are_counted_and_never_trained():
     async def body():
         job = Run(*FILTER, "train.total_steps=1")
         kept = job.arrive((5.0, 5.0), (5.0, -5.0), (-5.0, 5.0))
-        await job.serve(job.loop.run())
+        await job.serve(job.train())
         assert [request.trained for request in job.manager.told if request.trained] == [
             [ticket.ticket_id for ticket in kept]
         ]
@@ -300,7 +300,7 @@ def test_run_with_only_filtered_groups_says_why(monkeypatch):
         rolling = asyncio.create_task(roll_out())
         try:
             with pytest.raises(StuckError, match=r"all filtered out, 100% .* filtered success_rate\): widen train.ppo"):
-                await job.serve(job.loop.run())
+                await job.serve(job.train())
         finally:
             rolling.cancel()
             await asyncio.gather(rolling, return_exceptions=True)
@@ -315,7 +315,7 @@ def test_used_up_prompts_end_training_well(monkeypatch, caplog):
     async def body():
         job = Run(*FILTER, "train.total_steps=2", prompts=4, epochs=1)
         job.arrive((5.0, -5.0), (5.0, 5.0), (5.0, -5.0), (5.0, -5.0))
-        assert await job.serve(job.loop.run()) == 1
+        assert await job.serve(job.train()) == 1
         return job
 
     job = run(body)
@@ -337,7 +337,7 @@ def test_a_failure_while_giving_back_ends_the_run():
         job.manager.trained = refuse  # type: ignore[method-assign]
         job.arrive((5.0, 5.0))
         with pytest.raises(ConnectionError, match="gone"):
-            await job.serve(job.loop.run())
+            await job.serve(job.train())
 
     run(body)
 
@@ -352,7 +352,7 @@ def test_step_trains_while_a_version_is_written():
         job = Run("train.total_steps=2")
         job.versions.holds = True
         job.arrive(*[(5.0, -5.0)] * 4)
-        running = asyncio.create_task(job.serve(job.loop.run()))
+        running = asyncio.create_task(job.serve(job.train()))
         await job.versions.awaited.wait()
         assert any(call.step == 2 and call.mfc == "actor_train" for call in job.calls())
         assert job.manager.told[-1].trained and job.disk.wrote == ["checkpoint 1"]
@@ -378,7 +378,7 @@ def test_without_lag_step_waits_for_publication():
         job = Run("train.total_steps=2", "asynchronous.max_staleness=0")
         job.versions.holds = True
         assert len(job.arrive(*[(5.0, -5.0)] * 4)) == 2
-        running = asyncio.create_task(job.serve(job.loop.run()))
+        running = asyncio.create_task(job.serve(job.train()))
         assert await job.versions.begun.get() == 1
         await job.manager.changed.wait()
         assert job.arrive(*[(5.0, -5.0)] * 2) == []
@@ -397,7 +397,7 @@ def test_failed_write_ends_the_wait_for_groups():
         job = Run("train.total_steps=2")
         job.versions.holds = True
         job.arrive(*[(5.0, -5.0)] * 2)
-        running = asyncio.create_task(job.serve(job.loop.run()))
+        running = asyncio.create_task(job.serve(job.train()))
         await asyncio.wait_for(job.manager.changed.wait(), BOUND_S)  # no group is left for step 2
         job.versions.broken.set()
         with pytest.raises(WeightsError, match="No space left on device"):
@@ -413,7 +413,7 @@ def test_last_checkpoint_waits_for_the_last_version(stopped):
         job = Run("train.total_steps=1" if not stopped else "train.total_steps=5")
         job.versions.holds = True
         job.arrive(*[(5.0, -5.0)] * 2)
-        running = asyncio.create_task(job.serve(job.loop.run()))
+        running = asyncio.create_task(job.serve(job.train()))
         await asyncio.wait_for(job.manager.changed.wait(), BOUND_S)
         if stopped:
             job.stop.set()
@@ -434,10 +434,10 @@ def test_evaluation_starts_after_its_version_is_published(monkeypatch):
         async def start(eval_id, step):
             seen.append((eval_id, job.manager.state.version))
 
-        monkeypatch.setattr(job.loop, "start_evaluation", start)
+        monkeypatch.setattr(job.session, "start_evaluation", start)
         job.versions.holds = True
         job.arrive(*[(5.0, -5.0)] * 4)
-        running = asyncio.create_task(job.serve(job.loop.run()))
+        running = asyncio.create_task(job.serve(job.train()))
         await job.versions.awaited.wait()
         assert seen == []
         await _complete_both(job)
