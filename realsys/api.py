@@ -232,7 +232,8 @@ class Session(session.Session):
         self._printer = threading.Thread(target=_print_lines, args=(self._process, quiet), daemon=True)
         self._printer.start()
         self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, name="session", daemon=True).start()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="session", daemon=True)
+        self._thread.start()
         self._client: HttpClient | None = None
         try:
             self._connect()
@@ -252,7 +253,7 @@ class Session(session.Session):
     def close(self) -> Trial:
         """End training: evaluate, export, end all processes. Raises RealsysError if that fails."""
         if self._process.poll() is None:
-            with contextlib.suppress(SessionLost, Stopped):
+            with contextlib.suppress(SessionLost):
                 self._carry_out(session.FINISH)
         self._end()
         return Trial(self._paths.root)
@@ -275,15 +276,19 @@ class Session(session.Session):
         print(_text(self._errors), end="")
 
     def _end(self) -> None:
-        """Wait for the end of the run, which has its own bounds. Raises its failure."""
+        """Wait for the end of the run, which has its own bounds. Raises its failure, when it is called first."""
         code = self._process.wait()
         self._printer.join()
+        if self._loop.is_closed():
+            return
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.close()
         self._process.stdout.close()
         if self._client is not None:
             from_thread(self._loop, self._client.close)
         self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
         if code:
             raise self._failure()
 

@@ -158,7 +158,7 @@ def from_thread(
 ) -> Result:
     """Run ``work(*args)`` on the event loop of another thread, and wait for its result. Raises what it raises.
 
-    Unlike ``run_coroutine_threadsafe`` it makes no coroutine that a loop at its end would never run.
+    Unlike with ``run_coroutine_threadsafe``, the loop's thread calls ``work``, which may refuse to begin anything.
     """
     done: Future[Result] = Future()
 
@@ -170,7 +170,13 @@ def from_thread(
         else:
             done.set_result(task.result())
 
-    loop.call_soon_threadsafe(lambda: loop.create_task(work(*args)).add_done_callback(end))
+    def begin() -> None:
+        try:
+            loop.create_task(work(*args)).add_done_callback(end)
+        except Exception as error:  # the caller raises it
+            done.set_exception(error)
+
+    loop.call_soon_threadsafe(begin)
     return done.result()
 
 

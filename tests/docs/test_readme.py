@@ -7,13 +7,13 @@ from realsys.config.compose import compose
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "README.md").read_text("utf-8")
-EXAMPLES = sorted((ROOT / "docs" / "examples").glob("*.py"))
+EXAMPLES = sorted((ROOT / "docs" / "examples").rglob("*.py"))
 
 
 def test_code_is_that_of_the_examples():
     shown = {line.strip() for example in EXAMPLES for line in example.read_text().splitlines()} | {"", "..."}
     blocks = re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
-    assert len(blocks) == 3
+    assert len(blocks) == 4
     assert [line for block in blocks for line in block.splitlines() if line.strip() not in shown] == []
 
 

@@ -216,6 +216,7 @@ class MasterSession:
         self._batches: dict[int, _Held] = {}
         self._last_batch = 0
         self._calling = 0  # calls of the script that are carried out now
+        self._over = False
 
     async def run(self, script: Callable[[], Awaitable[object]], done: int = 0) -> int:
         """Run ``script`` from step ``done`` to its end, or until ``stop`` is set; return the steps done.
@@ -228,8 +229,11 @@ class MasterSession:
         self._step = _Step(done + 1)
         if done:
             self._increases = _Increases(known=False)
-        work = run_beside(self._run(script), self._parts.intake.report_drops())
-        return await run_beside(work, self._parts.publisher.watch())
+        try:
+            work = run_beside(self._run(script), self._parts.intake.report_drops())
+            return await run_beside(work, self._parts.publisher.watch())
+        finally:
+            self._over = True
 
     async def _run(self, script: Callable[[], Awaitable[object]]) -> int:
         try:
@@ -262,11 +266,16 @@ class MasterSession:
             stop.cancel()
             await asyncio.wait({running, stop})
 
-    async def perform(self, method: str, *args: Any) -> Any:
-        """Carry out a call of the script by its name."""
+    def perform(self, method: str, *args: Any) -> Coroutine[Any, Any, Any]:
+        """Return the work of a call of the script, by its name. Raises Stopped when the run has ended."""
+        if self._over:
+            raise Stopped(f"the run has ended after step {self._done}")
+        return self._counted(getattr(self, method)(*args))
+
+    async def _counted(self, work: Coroutine[Any, Any, Any]) -> Any:
         self._calling += 1
         try:
-            return await getattr(self, method)(*args)
+            return await work
         finally:
             self._calling -= 1
 

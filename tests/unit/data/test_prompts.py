@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from realsys.config.schema import Config, DataConfig, EvalConfig, WarmupConfig
 from realsys.config.schema_data import EvalSetConfig
+from realsys.config.schema_train import TrainConfig
 from realsys.data.check import SIMILAR, NearDuplicates, check_data, shingles
 from realsys.data.convert import check_copy, convert_sets, count_held_out
 from realsys.data.prompts import (
@@ -370,7 +371,8 @@ def test_held_out_references_have_one_verifier(tmp_path):
 @pytest.mark.processes
 def test_evaluation_alone_checks_no_train_reference(tmp_path):
     one, other = (jsonl(tmp_path / f"{n}.jsonl", [{"prompt": "a", "answer": "it depends"}]) for n in (1, 2))
-    check_references(judged_by_exact(one, other, train={"loop": "evaluate"}), trial(tmp_path))
+    evaluates = judged_by_exact(one, other).model_copy(update={"train": TrainConfig(loop="evaluate")})
+    check_references(evaluates, trial(tmp_path))
 
 
 # ---- Near-duplicates of held-out prompts, against a comparison of every pair
