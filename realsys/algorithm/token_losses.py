@@ -24,6 +24,7 @@ STALE = "stale"  # their group was discarded as too old, and its prompt issued a
 MASKED = "masked"  # too old, alone or with their whole group
 SUCCESS_RATE = "success_rate"  # their group has a success rate outside train.ppo.filter
 EQUAL_REWARDS = "equal_rewards"  # all episodes of their group have the same reward (train.ppo.filter)
+REFUSED = "refused"  # a function of the user refused their group without a reason (train.ppo.filter.accept)
 OVER_SAMPLED = "over_sampled"  # their group was complete before their episode ended (rollout.oversample)
 NOT_KEPT = "not_kept"  # other episodes of their group were chosen (rollout.keep)
 NOT_IN_ROWS = "not_in_rows"  # the agent did not receive their completion, or left it out of its rows

@@ -275,11 +275,40 @@ TOOL = Door(
     builds("call", "close"),
 )
 
+#: methods of an environment with steps, which has no ``judge``; all are async
+STEPS = ("reset", "step", "close")
+
+
+def has_steps(environment: Any) -> bool:
+    """Return True if an environment, or its class, has STEPS in place of ``judge``."""
+    methods = [callable(getattr(environment, name, None)) for name in ("judge", *STEPS)]
+    return methods == [False, True, True, True]
+
+
+def _environment(loaded: Any) -> str:
+    """Contract of a class with ``judge`` or STEPS, or of a function that makes objects with ``judge``."""
+    if not inspect.isclass(loaded) or not builds("judge")(loaded):
+        return builds()(loaded)
+    missing = [name for name in STEPS if not callable(getattr(loaded, name, None))]
+    if missing:
+        return f"the class lacks {'judge, or ' * (len(missing) == len(STEPS))}{', '.join(missing)}"
+    blocking = [name for name in STEPS if not inspect.iscoroutinefunction(getattr(loaded, name))]
+    return f"{', '.join(blocking)} must be async" if blocking else ""
+
+
 ENVIRONMENT = Door(
     "rollout.environment",
     "environment",
     {"verifier": "realsys.rollout.environments:VerifierEnvironment"},
-    builds("judge"),
+    _environment,
+)
+
+#: decides about a finished group; it may be async
+FILTER = Door(
+    "train.ppo.filter.accept",
+    "filter",
+    {"any": "realsys.rollout.episodes:any_group", "unequal_rewards": "realsys.rollout.episodes:unequal_rewards"},
+    takes("episodes"),
 )
 
 #: verifiers that wait for a service: classes on the event loop of the caller, in place of a verifier process

@@ -64,6 +64,7 @@ EXPRESSED: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
     "rollout.agent_limits.tool_s": ("rollout.agent_args.tool_s", lambda seconds: None if seconds == 30.0 else seconds),
     "train.optimizer.momentum": ("train.optimizer.beta1", lambda momentum: None),
     "train.ppo.critic.loss": ("train.ppo.critic.huber_delta", lambda loss: 0.0 if loss == "mse" else None),
+    "train.ppo.filter.equal_rewards": ("train.ppo.filter.accept", lambda equal: "unequal_rewards" if equal else None),
     "train.ppo.kl.adaptive": ("train.ppo.kl.target", lambda adaptive: None if adaptive else 0.0),
     "train.ppo.reward_model.enabled": ("train.ppo.reward_model_weight", lambda enabled: None if enabled else 0.0),
     "train.threads": ("cluster.threads", lambda threads: None if threads == 1 else threads),

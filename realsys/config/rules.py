@@ -22,7 +22,17 @@ from realsys.config.allocation import ACTOR, Allocation, parse_allocation
 from realsys.config.backend_rules import BackendRules, backend_rules
 from realsys.config.dataflow import Dataflow, check_calls, dataflow_of, own_offload, role_field, role_settings
 from realsys.config.device_plan import nodes_of, seats_of
-from realsys.config.doors import AGENT, BACKEND, CALL_HANDLER, ENVIRONMENT, JUDGE, LAYOUT, TRANSPORT, VERIFIER
+from realsys.config.doors import (
+    AGENT,
+    BACKEND,
+    CALL_HANDLER,
+    ENVIRONMENT,
+    JUDGE,
+    LAYOUT,
+    TRANSPORT,
+    VERIFIER,
+    has_steps,
+)
 from realsys.config.evaluation_sets import evaluation_sets, verifier_arguments, verifier_field
 from realsys.config.machine import Machine, port_range
 from realsys.config.memory_check import Place, check_memory, place_of
@@ -79,6 +89,7 @@ def check(config: Config, machine: Machine) -> Allocation:
     _check_data(config)
     check_verifiers(config)
     ENVIRONMENT.check(config.rollout.environment, config.rollout.environment_args)
+    _check_steps(config.rollout)
     _check_cluster(config, allocation)
     transport = TRANSPORT.make(config.weights.transport, config, config.weights.transport_args)
     if own_check := getattr(transport, "check", None):
@@ -273,6 +284,15 @@ def _check_agent(rollout: RolloutConfig) -> None:
         raise ConfigError("rollout.agent_process", "never", "must be auto or always with rollout.agent_python")
     elif not os.access(python, os.X_OK) or not Path(python).is_file():
         raise ConfigError("rollout.agent_python", python, "must be the path of an interpreter that can be executed")
+
+
+def _check_steps(rollout: RolloutConfig) -> None:
+    """Refuse an agent that would never call reset, step and close of the environment."""
+    agent = None if rollout.agent_python else AGENT.load(rollout.agent)
+    if has_steps(ENVIRONMENT.load(rollout.environment)) and not getattr(agent, "plays_steps", False):
+        problem = f"does not play the steps of rollout.environment={rollout.environment} (reset, step, close)"
+        remedy = "use multi_turn, or set plays_steps = True in an agent class of yours that does"
+        raise ConfigError("rollout.agent", rollout.agent, f"{problem}: {remedy}")
 
 
 def _check_lengths(config: Config) -> None:

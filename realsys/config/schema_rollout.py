@@ -108,7 +108,9 @@ class RolloutConfig(Section):
         "", description="interpreter for an agent with base_url, which needs no realsys there; empty: that of realsys"
     )
     agent_limits: AgentLimitsConfig = AgentLimitsConfig()
-    environment: str = Field("verifier", description="verifier, or package.module:Class")
+    environment: str = Field(
+        "verifier", description="verifier, or package.module:Class with judge, or with reset, step and close"
+    )
     environment_args: dict[str, Any] = Field({}, description="keyword arguments of the environment")
     gateway: GatewayConfig = GatewayConfig()
     max_attempts: Positive = Field(3, description="attempts at one ticket before it is dropped")

@@ -77,7 +77,11 @@ class OverlongConfig(Section):
 class FilterConfig(Section):
     """Dynamic sampling: the RolloutWorker drops groups without a signal, and other prompts take their place."""
 
-    equal_rewards: bool = Field(False, description="drop groups whose episodes all have the same reward")
+    accept: str = Field(
+        "any",
+        description="groups that are trained: any, unequal_rewards (not all episodes have the same reward), or"
+        " package.module:function",
+    )
     min: Probability = Field(0.0, description="lowest success rate that is trained; 0: no limit")
     max: Probability = Field(1.0, description="highest success rate that is trained; 1: no limit")
     max_refills: Positive = Field(
@@ -92,8 +96,9 @@ class FilterConfig(Section):
         return self.min > 0 or self.max < 1
 
     @property
-    def enabled(self) -> bool:
-        return self.equal_rewards or self.bounds_success
+    def compares(self) -> bool:
+        """True if the filter drops every group of one episode."""
+        return self.accept == "unequal_rewards" or self.bounds_success
 
 
 class PPOConfig(Section):

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from realsys.config.allocation import ACTOR, Allocation
 from realsys.config.dataflow import Dataflow, role_field, role_settings, token_level_advantages
-from realsys.config.doors import LOOP, LOSS
+from realsys.config.doors import FILTER, LOOP, LOSS
 from realsys.config.schema import Config
 from realsys.config.schema_train import OptimizerConfig
 from realsys.errors import ConfigError
@@ -93,7 +93,8 @@ def _check_selection(config: Config) -> None:
     if curriculum.min > curriculum.max:
         problem = f"must not exceed data.curriculum.max ({curriculum.max})"
         raise ConfigError("data.curriculum.min", curriculum.min, problem)
-    if rollout.group_size == 1 and ppo.filter.enabled:
+    FILTER.check(ppo.filter.accept)
+    if rollout.group_size == 1 and ppo.filter.compares:
         problem = "train.ppo.filter needs at least 2 episodes per prompt: increase it, or set the filter's defaults"
         raise ConfigError("rollout.group_size", 1, problem)
     kept = rollout.keep.episodes

@@ -18,7 +18,7 @@ import msgspec
 from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers.decoders import DecodeStream
 
-from realsys.data.chat import NO_OPTIONS, ChatMessage, ChatTemplate, Tails, Tools, find_chat_template, join
+from realsys.data.chat import NO_OPTIONS, ChatMessage, ChatTemplate, Tails, Tools, find_chat_template, join, text_of
 from realsys.data.lines import Message, PromptText
 from realsys.errors import DataError, ModelError
 from realsys.model_files.config_json import read_end_of_text
@@ -153,6 +153,20 @@ class TextTokenizer:
         user's turn, and the start of the next assistant's turn; otherwise the text alone. Raises DataError.
         """
         return self._encode(self._tails.user_turn(text) if chat and self._tails is not None else text, False)
+
+    def encode_two_turns(self, prompt: str | Sequence[Mapping[str, Any]], text: str, *, chat: bool = True) -> list[int]:
+        """Tokenise a prompt and ``text`` as a further user turn; without a chat template, the text right after it.
+
+        Raises DataError, also for a template that does not show two user turns one after the other.
+        """
+        if self._chat is None or not chat:
+            return [*self.encode_prompt(str(prompt), chat=False), *self.encode_text(text)]
+        turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+        shown = self._chat.render([*turns, {"role": "user", "content": text}])
+        before = text_of(turns[-1].get("content")) or ""
+        if text.strip() not in shown or before.strip() not in shown:
+            raise DataError(f"{self._chat.name}: it drops a user turn before or after another one")
+        return self._encode(shown, False)
 
     def encode_chat(
         self, messages: Sequence[ChatMessage], tools: Tools = (), options: Mapping[str, Any] = NO_OPTIONS

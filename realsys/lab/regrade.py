@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from realsys.config.compose import with_overrides
-from realsys.config.doors import AGENT, ENVIRONMENT
+from realsys.config.doors import AGENT, ENVIRONMENT, has_steps
 from realsys.config.paths import read_config
 from realsys.config.rules import check_verifiers
 from realsys.config.schema import Config
@@ -112,6 +112,9 @@ def regrade_config(
     config = read_rubric(config)
     check_verifiers(config)
     ENVIRONMENT.check(config.rollout.environment, config.rollout.environment_args)
+    if has_steps(ENVIRONMENT.load(config.rollout.environment)):
+        problem = "plays steps (reset, step, close): only an environment with judge can judge recorded completions"
+        raise ConfigError("rollout.environment", config.rollout.environment, problem)
     return config
 
 

@@ -85,7 +85,7 @@ def signal_warning(steps: Sequence[Record], mean: str, before: float | None = No
 
 def _remedy(wrong: float, right: float, cut: float) -> str:
     if right > wrong:
-        return "the prompts are too easy: use harder ones, or train.ppo.filter.equal_rewards=true"
+        return "the prompts are too easy: use harder ones, or train.ppo.filter.accept=unequal_rewards"
     if cut >= CUT_OFF:
         return "completions are cut off before they end: raise generation.sampling.max_new_tokens"
     if wrong > 0:

@@ -10,6 +10,8 @@ token-identity: tokens go in as they were sent or sampled. No method takes text,
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import math
 import reprlib
 from collections.abc import Iterable, Sequence
@@ -18,8 +20,10 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from realsys.algorithm.token_losses import EQUAL_REWARDS, SUCCESS_RATE
+from realsys.agent_runner.contract import one_line
+from realsys.algorithm.token_losses import EQUAL_REWARDS, REFUSED, SUCCESS_RATE
 from realsys.cluster.stream.codec import BOOL, FINISH_REASONS, FLOAT, INT, LOGPROB_SLACK
+from realsys.config.doors import FILTER
 from realsys.config.schema_rollout import KeepConfig
 from realsys.config.schema_train import FilterConfig
 from realsys.errors import AgentError
@@ -272,18 +276,38 @@ class Judged(Protocol):
     def correct(self) -> bool | None: ...
 
 
+def any_group(episodes: Sequence[Judged]) -> bool:
+    """Accept every group (``train.ppo.filter.accept=any``)."""
+    return True
+
+
+def unequal_rewards(episodes: Sequence[Judged]) -> bool | str:
+    """Refuse a group whose episodes all have the same reward (``train.ppo.filter.accept=unequal_rewards``)."""
+    return EQUAL_REWARDS if len({episode.reward for episode in episodes}) == 1 else True
+
+
 def reason_to_drop(episodes: Sequence[Judged], config: FilterConfig) -> str:
     """Return why a group is not worth training on, "" if it is (DAPO, arXiv 2503.14476, section 3.2).
 
-    The success rate is the share of correct episodes, so each must be right or wrong if it is bounded.
+    The success rate is the share of correct episodes, so each must be right or wrong if it is bounded. A function of
+    the user runs to its end in this thread, which has no event loop. Raises AgentError if its result is neither a bool
+    nor a text, and whatever it raises.
     """
     if config.bounds_success:
         rate = sum(episode.correct is True for episode in episodes) / len(episodes)
         if not config.min <= rate <= config.max:
             return SUCCESS_RATE
-    if config.equal_rewards and len({episode.reward for episode in episodes}) == 1:
-        return EQUAL_REWARDS
-    return ""
+    accept = FILTER.load(config.accept)
+    verdict = accept(episodes)
+    if inspect.iscoroutine(verdict):
+        verdict = asyncio.run(verdict)
+    if isinstance(verdict, str):
+        return one_line(verdict) or REFUSED
+    if not isinstance(verdict, bool | np.bool_):
+        code = getattr(inspect.unwrap(accept), "__code__", None)
+        place = f" ({code.co_filename}:{code.co_firstlineno})" if code else ""
+        raise AgentError(f"it returned {reprlib.repr(verdict)}: it must return True, False or the reason{place}")
+    return "" if verdict else REFUSED
 
 
 def kept_episodes(rewards: Sequence[float], config: KeepConfig, seed: int) -> list[int]:

@@ -22,6 +22,8 @@ from dataclasses import dataclass, field
 
 from realsys.agent_runner.contract import described
 from realsys.algorithm.token_losses import FAILED, NOT_IN_ROWS, NOT_KEPT, OVER_SAMPLED
+from realsys.cluster.aio import in_thread
+from realsys.config.doors import FILTER
 from realsys.config.evaluation_sets import evaluation_sets
 from realsys.config.schema import Config, SamplingConfig
 from realsys.config.schema_rollout import KeepConfig
@@ -30,6 +32,7 @@ from realsys.data.prompts import Prompt
 from realsys.errors import AgentError, RealsysError, RewardError, StuckError
 from realsys.generation.client import SamplingSpec
 from realsys.manager.client import RolloutSuperseded
+from realsys.manager.ledger.tickets import label
 from realsys.observe.spans import span
 from realsys.rollout.agents.contract import Agent
 from realsys.rollout.environments import Task
@@ -76,6 +79,7 @@ class GroupRules:
     least          episodes with a verdict: 2 if advantages compare them with each other
     size           episodes after whose end the others are cancelled; 0: none are
     filter, keep   which groups are trained, and which of their episodes
+    timeout_s      time for which a filter of the user may take
     """
 
     min_episodes: int = 0
@@ -83,6 +87,7 @@ class GroupRules:
     size: int = 0
     filter: FilterConfig = field(default_factory=FilterConfig)
     keep: KeepConfig = field(default_factory=KeepConfig)
+    timeout_s: float = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +131,7 @@ class GroupPlayer:
         self._longest_row = longest_row
         self._rules = group or GroupRules()
         self._defects = Defects()
+        self._filter_defect = ""  # of the last group that a filter of the user could not decide about
         self._lost_tokens: dict[str, list[int]] = {}
 
     def take_lost_tokens(self) -> dict[str, list[int]]:
@@ -137,7 +143,8 @@ class GroupPlayer:
         """Play ``ticket.n`` episodes at the same time; choose among those of a training group.
 
         Raises RolloutSuperseded if the attempt is over, StuckError if the agent fails all episodes (``Defects.stuck``),
-        and the first error if too few episodes succeeded: a RewardError only if no other is the cause.
+        and the first error if too few episodes succeeded: a RewardError only if no other is the cause. A filter of the
+        user that fails raises AgentError, and StuckError if it fails again in the same way with the next group.
         """
         calls = Calls(self._engine, ticket, self._eval_specs.get(ticket.set, self._spec))
         sessions = [EpisodeSession(calls, episode, self._gateway) for episode in range(ticket.n)]
@@ -145,16 +152,18 @@ class GroupPlayer:
         group = _Playing(ticket, min(self._rules.min_episodes or size, size), min(self._rules.least, ticket.n), size)
         played: Played | None = None
         try:
-            played = await self._play_all(group, calls, sessions, prompt)
+            ended = await self._play_all(group, calls, sessions, prompt)
             if ticket.kind == "train":
                 rules, numbers = self._rules, sorted(group.episodes)
-                played.dropped = reason_to_drop(played.episodes, rules.filter)
-                rewards = [episode.reward for episode in played.episodes]
-                kept = [] if played.dropped else kept_episodes(rewards, rules.keep, group.ticket.seed)
-                group.unused = {number: played.dropped or NOT_KEPT for k, number in enumerate(numbers) if k not in kept}
-                played.unused = [group.episodes[number] for number in group.unused]
-                played.episodes = [played.episodes[k] for k in kept]
-                self._keep_dropped(group, prompt, sessions, played.dropped)
+                ended.dropped = await self._reason_to_drop(ended.episodes)
+                rewards = [episode.reward for episode in ended.episodes]
+                kept = [] if ended.dropped else kept_episodes(rewards, rules.keep, group.ticket.seed)
+                reason = label(ended.dropped) if ended.dropped else NOT_KEPT
+                group.unused = {number: reason for k, number in enumerate(numbers) if k not in kept}
+                ended.unused = [group.episodes[number] for number in group.unused]
+                ended.episodes = [ended.episodes[k] for k in kept]
+                self._keep_dropped(group, prompt, sessions, ended.dropped)
+            played = ended
             return played
         except RealsysError as error:
             if not isinstance(error, RolloutSuperseded):
@@ -168,6 +177,37 @@ class GroupPlayer:
                     reason, tokens = NOT_IN_ROWS, tokens - group.episodes[session.episode].loss_tokens
                 if tokens > 0:
                     self._lost_tokens.setdefault(reason, []).append(tokens)
+
+    async def _reason_to_drop(self, episodes: Sequence[Episode]) -> str:
+        """Return why a group is not trained, "" if it is. A filter of the user runs in a thread of its own."""
+        accept = self._rules.filter.accept
+        if accept in FILTER.builtin:
+            return reason_to_drop(episodes, self._rules.filter)
+        name, timeout_s = f"{FILTER.field}={accept}", self._rules.timeout_s
+
+        def decide() -> str | AgentError:
+            try:
+                return reason_to_drop(episodes, self._rules.filter)
+            except BaseException as error:  # the user's code may raise anything, and its error is one of this group
+                failed = described(error)
+                said = str(error) if isinstance(error, AgentError) else failed.in_words()
+                failure = AgentError(f"{name}: {said}", defect=f"{name}: {failed['type']} at {failed['place']}")
+                failure.__cause__ = error
+                return failure
+
+        deciding = in_thread("filter", decide)
+        await asyncio.wait((deciding,), timeout=timeout_s)
+        too_late = f"{name}: it did not end within rollout.agent_limits.episode_timeout_s={timeout_s:g}"
+        decided = deciding.result() if deciding.done() else AgentError(too_late)
+        if isinstance(decided, AgentError):
+            if self._defects.is_new(decided):
+                log.error("%s", decided, exc_info=decided.__cause__)
+            if decided.defect == self._filter_defect:
+                raise StuckError(f"two groups in a row failed with the same error: {decided}")
+            self._filter_defect = decided.defect
+            raise decided
+        self._filter_defect = ""
+        return decided
 
     def _keep_dropped(self, group: _Playing, prompt: Prompt, sessions: Sequence[EpisodeSession], reason: str) -> None:
         """Pass a group on that is not trained for ``reason``, or whose episodes failed in part."""
@@ -312,7 +352,8 @@ def group_rules(config: Config) -> GroupRules:
     advantage = config.train.ppo.advantage
     least = 2 if "group" in (advantage.mean, advantage.std) else 1
     rollout = config.rollout
-    return GroupRules(rollout.min_episodes, least, rollout.group_size, config.train.ppo.filter, rollout.keep)
+    timeout_s = rollout.agent_limits.episode_timeout_s
+    return GroupRules(rollout.min_episodes, least, rollout.group_size, config.train.ppo.filter, rollout.keep, timeout_s)
 
 
 def sampling_spec(config: SamplingConfig, end_of_text: Sequence[int]) -> SamplingSpec:

@@ -14,6 +14,7 @@ import yaml
 from pydantic import Field, ValidationError
 
 from realsys.config.compose import validate
+from realsys.config.doors import FILTER
 from realsys.config.fields import NonNegative, NonNegativeFloat, Positive, PositiveFloat, Probability, Section
 from realsys.config.schema import Config
 from realsys.errors import ConfigError
@@ -205,7 +206,11 @@ def plan(scenario: str, overrides: Sequence[str] = ()) -> Plan:
         first = error.errors(include_url=False)[0]
         field = ".".join(["sim", *map(str, first["loc"])])
         raise ConfigError(field, first.get("input"), first["msg"]) from None
-    return Plan(scenario, validate(tree), settings, tuple(overrides))
+    config = validate(tree)
+    if (accept := config.train.ppo.filter.accept) not in FILTER.builtin:
+        problem = f"a simulation has no episodes for it: use {' or '.join(FILTER.builtin)}"
+        raise ConfigError(FILTER.field, accept, problem)
+    return Plan(scenario, config, settings, tuple(overrides))
 
 
 def _scenario(name: str) -> dict[str, Any]:

@@ -19,7 +19,7 @@ def build(config: Config, tokenizer: TextTokenizer, environment: Environment) ->
     loaded = AGENT.load(rollout.agent)
     if kind_of(loaded)[0] != CAPTURED:
         agent: Agent = AGENT.make(rollout.agent, parts, rollout.agent_args)
-        return Bounded(agent, rollout.agent_limits.episode_timeout_s)
+        return Bounded(agent, rollout.agent_limits.episode_timeout_s, environment)
     # an async run shares the event loop of the RolloutWorker; another one would block it
     wanted = config.rollout.agent_process
     if wanted == "always" or (wanted == "auto" and not is_async(loaded)):

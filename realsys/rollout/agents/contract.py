@@ -9,7 +9,10 @@ launcher calls before anything starts, with ``rollout.agent_args`` as keyword ar
     longest_row(config, **args) -> int           tokens of the longest row; without it: prompt + one completion
     check(config, tokenizer, **args) -> None     raises ConfigError if the model's tokenizer does not fit the agent
 
-and ``one_turn = True``, if an episode has one engine call: the engine then retains no keys for a later one.
+and two marks:
+
+    one_turn = True       an episode has one engine call: the engine then retains no keys for a later one
+    plays_steps = True    it plays environments with steps; without it, such a ``rollout.environment`` is refused
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from realsys.data.tokenizer import TextTokenizer
 from realsys.errors import AgentError
 from realsys.generation.client import SamplingSpec
 from realsys.generation.completion import Completion
-from realsys.rollout.environments import Environment, Response, Task
+from realsys.rollout.environments import Environment, Response, StepEnvironment, Task
 from realsys.types import Episode, Row
 
 #: episodes that one RolloutWorker runs in processes or threads at a time; further ones wait. A host has memory for
@@ -97,7 +100,7 @@ class AgentParts:
 
     config: Config
     tokenizer: TextTokenizer
-    environment: Environment
+    environment: Environment  # a StepEnvironment only if the agent has ``plays_steps``
 
     def response(self, completion: Completion, turn: int = 0) -> Response:
         """Build the Response that the environment judges. ``turn``: number of the completion, from 0."""
@@ -179,18 +182,25 @@ def _forget(task: asyncio.Task[Any]) -> None:
 
 
 class Bounded:
-    """A native agent whose episodes may take ``timeout_s`` each."""
+    """A native agent whose episodes may take ``timeout_s`` each, and are closed in ``environment`` if it has steps."""
 
-    def __init__(self, agent: Agent, timeout_s: float) -> None:
+    def __init__(self, agent: Agent, timeout_s: float, environment: Environment | None = None) -> None:
         self.agent = agent
         self._timeout_s = timeout_s
+        self._environment = environment if isinstance(environment, StepEnvironment) else None
 
     async def run(self, task: Task, session: Session) -> Episode:
         """Play one episode."""
-        return await EpisodeTime(self._timeout_s).bound(self.agent.run(task, session))
+        try:
+            return await EpisodeTime(self._timeout_s).bound(self.agent.run(task, session))
+        finally:
+            if self._environment is not None:
+                await self._environment.close(task)
 
     async def close(self) -> None:
-        """Close the agent, if it has a ``close``."""
+        """Close the agent, if it has a ``close``, and wait for the episodes that are being closed."""
+        if self._environment is not None:
+            await self._environment.wait_closed()
         close = getattr(self.agent, "close", None)
         if close is not None:
             await close()

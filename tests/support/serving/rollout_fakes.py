@@ -1,13 +1,14 @@
 """An engine and an agent of a GroupPlayer, in memory, that a test scripts."""
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from realsys.generation.completion import Completion
 from realsys.rollout.agents.contract import Session
-from realsys.rollout.environments import Task
+from realsys.rollout.environments import Judgement, Response, Task
 from realsys.rollout.episodes import RowBuilder
 from realsys.rollout.resumable_engine import Deliver, EngineCall
 from realsys.types import Episode, Ticket
@@ -50,6 +51,25 @@ class FakeEngine:
 
     def discard(self, ticket: Ticket) -> None:
         self.forgotten.append(ticket.ticket_id)
+
+
+class Game:
+    """An environment with steps whose steps return ``judgements`` in order; it notes its calls."""
+
+    def __init__(self, parts: object = None, observation: str | None = None, judgements: Sequence[Judgement] = ()):
+        self.observation, self.judgements = observation, list(judgements)
+        self.calls: list[str] = []  # of all episodes
+
+    async def reset(self, task: Task) -> str | None:
+        self.calls.append(f"reset {task.episode}")
+        return self.observation
+
+    async def step(self, task: Task, response: Response) -> Judgement:
+        self.calls.append(f"step {task.episode}: {response.text}")
+        return self.judgements.pop(0)
+
+    async def close(self, task: Task) -> None:
+        self.calls.append(f"close {task.episode}")
 
 
 class ScriptedAgent:

@@ -93,6 +93,39 @@ def test_loss_agent_environment_and_transport_train_together(outside, tmp_path):
     assert processes_of(job.root) == []
 
 
+def test_game_and_filter_train_together(outside, tmp_path):
+    """Steps, their rewards at the turns, spare episodes that are cancelled, and groups that the filter refuses."""
+    settings = [
+        "rollout.agent=multi_turn",
+        "rollout.agent_args={max_turns: 3, feedback_tokens: 24, turn_discount: 0.9}",
+        "rollout.environment=guessing:Guessing",
+        "rollout.oversample=1",
+        "train.ppo.turn_rewards=true",
+        "train.ppo.skip_zero_advantage=false",
+        "train.ppo.filter.accept=filter:should_accept",
+        "generation.sampling.max_new_tokens=32",
+        "generation.embedded.context_length=0",
+        # Sums so short that a fresh model ends its completions.
+        "data.arith.max_operands=2",
+        "data.arith.max_operand=3",
+        "warmup.steps=40",
+        "rollout.workers=1",
+        "train.total_steps=2",
+    ]
+    job = run_outside(outside, *arith(tmp_path, "game", *settings))
+    steps = job.records("train")
+    assert [step["version"] for step in steps] == [1, 2]
+    for step in steps:
+        assert step["stats"]["grad_norm"] > 0 and 1 < step["metrics"]["turns"] <= 3
+        assert -0.3 <= step["metrics"]["return"] <= 1.0
+    ledger = check_ledger(job, batch_groups=8, eta=4, prompts=400)
+    filtered = ledger.counts.filtered()
+    assert filtered and filtered.keys() <= {"cut off", "similar rewards"}
+    log = (job.paths.logs / "rollout_worker-0.log").read_text()
+    assert "close failed" not in log and "rewards of single tokens" not in log
+    assert processes_of(job.root) == []
+
+
 def test_files_of_the_tutorial_train_together(tmp_path):
     """Rows, verifier, agent and loss in one job, with the settings of its file, on a model that knows nothing yet."""
     files = ROOT / "docs" / "examples" / "tutorial"

@@ -8,7 +8,7 @@ from tests.support.jobs.ledgers import check_ledger
 pytestmark = pytest.mark.system
 
 SETTINGS = [
-    "train.ppo.filter.equal_rewards=true",
+    "train.ppo.filter.accept=unequal_rewards",
     "rollout.oversample=2",
     "rollout.keep.episodes=3",
     "data.curriculum.max=0.8",

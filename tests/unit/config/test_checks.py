@@ -99,7 +99,7 @@ WRONG = [
     ([*TRUNCATE, "train.ppo.behav_imp_weight_cap=0"], "train.ppo.behav_imp_weight_mode", "needs a cap: set"),
     (["train.ppo.kl.target=0.1"], "train.ppo.kl.coef", "must be above 0"),
     (["train.ppo.filter.min=0.9", "train.ppo.filter.max=0.1"], "train.ppo.filter.min", "filter.max (0.1)"),
-    (["rollout.group_size=1", "train.ppo.filter.equal_rewards=true"], "rollout.group_size", "at least 2 episodes"),
+    (["rollout.group_size=1", "train.ppo.filter.accept=unequal_rewards"], "rollout.group_size", "at least 2 episodes"),
     (["rollout.group_size=4", "rollout.keep.episodes=4"], "rollout.keep.episodes", "below rollout.group_size (4)"),
     (["rollout.keep.episodes=1", *GROUP_MEAN], "rollout.keep.episodes", "must be at least 2"),
     (["rollout.keep.episodes=2", "rollout.keep.by=best", *GROUP_MEAN], "rollout.keep.by", "mean=group subtracts them"),

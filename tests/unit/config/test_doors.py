@@ -69,10 +69,11 @@ FIELDS = (
     "data.verifier",
     "train.ppo.loss",
     "train.ppo.algorithm",
+    "train.ppo.filter.accept",
     "weights.transport",
     "generation.backend",
 )
-WITHOUT_ARGUMENTS = ("data.verifier", "train.ppo.algorithm")
+WITHOUT_ARGUMENTS = ("data.verifier", "train.ppo.algorithm", "train.ppo.filter.accept")
 #: value -> part of the message
 BAD = {
     "no_such_name": "use one of",

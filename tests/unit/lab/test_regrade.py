@@ -102,6 +102,7 @@ def test_arguments_and_settings_reach_the_verifier(tmp_path, capsys):
         (["--step", "9"], "step 9 is not recorded; there is 3"),
         (["--show", "-1"], "--show"),
         (["train.total_steps=5"], "does not decide a verdict"),
+        (["rollout.environment=tests.support.serving.rollout_fakes:Game"], "plays steps (reset, step, close)"),
         (["rollout.reward.corect=1"], "unknown field; did you mean rollout.reward.correct"),
         (["rollout.reward.correct.x=1"], "rollout.reward.correct={'x': 1}: must be a valid number"),
     ],

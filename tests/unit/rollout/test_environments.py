@@ -33,6 +33,32 @@ class Answers:
         return self.verdict
 
 
+class Unclosed:
+    """An environment with steps that frees nothing."""
+
+    async def reset(self, task): ...
+
+    async def step(self, task, response): ...
+
+
+class Blocking(Unclosed):
+    """An environment with steps whose reset is not async."""
+
+    def reset(self, task): ...
+
+    async def close(self, task): ...
+
+
+def made(parts):
+    return Blocking()
+
+
+def test_function_cannot_make_an_environment_with_steps():
+    """The launcher would not see that it has them."""
+    with pytest.raises(ConfigError, match="without judge: name the class itself"):
+        build(changed(f"rollout.environment={__name__}:made"), None, None)
+
+
 def task(answer="3", **extra):
     return Task(Prompt("a1b2=", answer, [1], extra), Ticket("7", 0, 0))
 
@@ -108,7 +134,15 @@ def test_undecidable_completion_has_no_judgement():
     [
         (["rollout.environment=nothing"], "rollout.environment", "use one of verifier, or package.module:name"),
         (["rollout.environment=nowhere:Judge"], "rollout.environment", "no module named 'nowhere'"),
-        ([f"rollout.environment={__name__}:Answers"], "rollout.environment", "lacks judge"),
+        ([f"rollout.environment={__name__}:Answers"], "rollout.environment", "lacks judge, or reset, step, close"),
+        ([f"rollout.environment={__name__}:Unclosed"], "rollout.environment", "the class lacks close"),
+        ([f"rollout.environment={__name__}:Blocking"], "rollout.environment", "reset must be async"),
+        (["rollout.environment=guessing:Guessing"], "rollout.agent", "use multi_turn, or set plays_steps = True"),
+        (
+            ["rollout.environment=guessing:Guessing", "rollout.agent=captured_agent:run"],
+            "rollout.agent",
+            "does not play the steps of rollout.environment=guessing:Guessing",
+        ),
         (["rollout.environment_args={bonus: 1}"], "rollout.environment_args", "do not fit verifier"),
         (
             ["rollout.environment=environment:ShortAnswers", "rollout.environment_args={bonuss: 1}"],

@@ -93,7 +93,7 @@ def test_cancelled_calls_count_their_tokens():
 
 
 def test_dropped_group_has_no_episodes_to_train():
-    rules = GroupRules(size=3, filter=FilterConfig(equal_rewards=True))
+    rules = GroupRules(size=3, filter=FilterConfig(accept="unequal_rewards"))
     played, lost = sampled(Paced([0, 1, 2], rewards=dict.fromkeys(range(5), 1.0)), rules)
     assert (played.dropped, played.episodes, len(played.unused)) == ("equal_rewards", [], 3)
     assert lost == {"equal_rewards": [3, 3, 3], "over_sampled": [3, 3]}
@@ -107,7 +107,7 @@ def test_unkept_episodes_are_counted():
 
 
 def test_evaluation_is_neither_filtered_nor_cut():
-    rules = GroupRules(size=1, filter=FilterConfig(equal_rewards=True), keep=KeepConfig(episodes=1))
+    rules = GroupRules(size=1, filter=FilterConfig(accept="unequal_rewards"), keep=KeepConfig(episodes=1))
     played, lost = sampled(Paced([1, 0]), rules, n=2, kind="eval")
     assert (rewards_of(played), played.dropped, lost) == ([0.0, 1.0], "", {})
 
@@ -125,7 +125,7 @@ class Dropped:
 
 def test_group_without_signal_goes_to_the_store():
     dropped = Dropped()
-    rules = GroupRules(filter=FilterConfig(equal_rewards=True))
+    rules = GroupRules(filter=FilterConfig(accept="unequal_rewards"))
     agent = Paced([0, 1], rewards={0: 1.0, 1: 1.0})
     assert sampled(agent, rules, n=2, dropped=dropped)[0].dropped == "equal_rewards"
     assert dropped.groups == [("equal_rewards", [0, 1], {})]

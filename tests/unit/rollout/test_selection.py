@@ -1,6 +1,9 @@
 """Which groups are worth training on, and which of their episodes."""
 
+import asyncio
 import itertools
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,11 +12,13 @@ from hypothesis import strategies as st
 
 from realsys.config.schema_rollout import KeepConfig
 from realsys.config.schema_train import FilterConfig
-from realsys.rollout.episodes import kept_episodes, reason_to_drop
+from realsys.errors import AgentError
+from realsys.generation.completion import Completion
+from realsys.rollout.episodes import RowBuilder, kept_episodes, reason_to_drop
 from realsys.types import Episode
 
 DAPO = FilterConfig(min=0.001, max=0.999)
-EQUAL = FilterConfig(equal_rewards=True)
+EQUAL = FilterConfig(accept="unequal_rewards")
 QUARTERS = FilterConfig(min=0.25, max=0.75)
 
 
@@ -39,6 +44,55 @@ def episodes(*correct):
 )
 def test_filter_names_its_reason(correct, config, reason):
     assert reason_to_drop(episodes(*correct), config) == reason
+
+
+async def waits(episodes):
+    """A filter that counts wrong episodes."""
+    await asyncio.sleep(0)
+    return f"wrong: {sum(not episode.correct for episode in episodes)}\n\ud800"
+
+
+ACCEPTS = {
+    "yes": (lambda episodes: np.True_, ""),
+    "no": (lambda episodes: False, "refused"),
+    "empty": (lambda episodes: " ", "refused"),
+    "waits": (waits, r"wrong: 3 \ud800"),
+}
+
+
+@pytest.mark.parametrize("name", ACCEPTS)
+def test_function_of_the_user_names_its_reason(name, monkeypatch):
+    accept, reason = ACCEPTS[name]
+    monkeypatch.setattr(sys.modules[__name__], "accept", accept, raising=False)
+    group = episodes(True, False, False, False)
+    assert reason_to_drop(group, FilterConfig(accept=f"{__name__}:accept")) == reason
+    bounded = FilterConfig(accept=f"{__name__}:accept", min=0.5)
+    assert reason_to_drop(group, bounded) == "success_rate", "the bounds come first"
+
+
+def forgets(episodes):
+    """A filter without a result."""
+
+
+def test_function_without_a_verdict_is_an_error_with_its_place():
+    place = rf"it returned None: it must return .* \({__file__}:{forgets.__code__.co_firstlineno}\)"
+    with pytest.raises(AgentError, match=place):
+        reason_to_drop(episodes(True), FilterConfig(accept=f"{__name__}:forgets"))
+
+
+def test_example_filter_names_both_of_its_reasons(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[3] / "docs" / "examples"))
+
+    def reason(*rewards, cut=0):
+        rows = [RowBuilder([1]) for _ in rewards]
+        for number, row in enumerate(rows):
+            end = "length" if number < cut else "stop"
+            row.completion(Completion(np.ones(1, np.int32), np.zeros(1, np.float32), np.ones(1, np.int32), end))
+        group = [Episode([row.row()], reward) for row, reward in zip(rows, rewards, strict=True)]
+        return reason_to_drop(group, FilterConfig(accept="filter:should_accept"))
+
+    assert [reason(0, 1), reason(1, 1.05)] == ["", "similar rewards"]
+    assert reason(0, 1, 1, 1, cut=2) == "cut off: 2 of 4 episodes" and reason(0, 1, 1, 1, cut=1) == ""
 
 
 def test_all_episodes_are_kept_by_default():

@@ -98,7 +98,7 @@ def test_lent_servers_help_a_trainer_that_waits() -> None:
 
 
 OUTCOMES = (
-    ("sim.difficulty=3", "train.ppo.filter.equal_rewards=true"),
+    ("sim.difficulty=3", "train.ppo.filter.accept=unequal_rewards"),
     ("rollout.oversample=1",),
     ("rollout.group_size=4", "rollout.keep.episodes=2", "rollout.oversample=1"),
     ("sim.difficulty=3", "data.curriculum.max=0.8", "sim.prompts=300"),
@@ -135,7 +135,12 @@ def test_curriculum_shows_solved_prompts_less_often() -> None:
 
 def test_used_up_prompts_end_the_run() -> None:
     """A filter takes some groups of the only epoch, so the last batches cannot be filled."""
-    overrides = ("sim.prompts=40", "train.total_epochs=1", "sim.difficulty=3", "train.ppo.filter.equal_rewards=true")
+    overrides = (
+        "sim.prompts=40",
+        "train.total_epochs=1",
+        "sim.difficulty=3",
+        "train.ppo.filter.accept=unequal_rewards",
+    )
     simulation = run("lognormal", *SMALL, *overrides)
     assert 0 < simulation.trainer.logged < simulation.sim.steps
     assert "fewer than the 8 of a batch" in simulation.trainer.used_up
@@ -198,6 +203,7 @@ def test_false_report_reaches_the_manager() -> None:
         ("lognormal", "sim.steps=-1", "sim.steps"),
         ("lognormal", "train.nothing=1", "train.nothing"),
         ("lognormal", "seed", "OVERRIDE"),
+        ("lognormal", "train.ppo.filter.accept=mine:accept", "train.ppo.filter.accept"),
         ("nothing", "seed=1", "SCENARIO"),
     ],
 )

@@ -15,12 +15,13 @@ from realsys.config.trial_sizes import longest_sequence
 from realsys.data.arith import write_char_tokenizer
 from realsys.data.prompts import Prompt
 from realsys.data.tokenizer import TextTokenizer
-from realsys.errors import ConfigError
+from realsys.errors import AgentError, ConfigError
 from realsys.generation.completion import Completion
 from realsys.model_files.architecture import EOS_ID
-from realsys.rollout import agents
-from realsys.rollout.environments import Judgement, Task
+from realsys.rollout import agents, environments
+from realsys.rollout.environments import Judgement, StepEnvironment, Task
 from realsys.types import Ticket
+from tests.support.serving.rollout_fakes import Game
 
 CPU = Machine(cpus=8, memory_bytes=64 << 30)
 EXAMPLE = Path(__file__).parents[4] / "docs/examples/agent.py"
@@ -98,6 +99,119 @@ def test_single_turn_is_one_completion_with_its_judgement(tokenizer):
     (response,) = environment.responses
     assert (response.text, response.finish_reason, response.tokens, response.turn) == ("3", "stop", 2, 0)
     assert session.sent == [row.tokens[:6].tolist()]
+
+
+GAME = [
+    Judgement(0.5, False, feedback="higher"),
+    Judgement(-1.0, True, feedback="lower"),  # a right move, which does not end the game
+    Judgement(4.0, False, {"moves": 3.0}, done=True, answer="9"),
+]
+THREE = [*MULTI, "rollout.agent_args.max_turns=3", "rollout.agent_args.feedback=go on"]
+
+
+def play_game(tokenizer, texts, *overrides, game=None, observation="below 9", cut=()):
+    """Play a game with steps; return the episode and the calls of the game."""
+    game = game or Game(None, observation, GAME)
+    episode, _, _ = play([*THREE, *overrides], tokenizer, texts, StepEnvironment(game, "x:Game"), cut)
+    return episode, game.calls
+
+
+def test_game_is_played_step_by_step_in_one_row(tokenizer):
+    episode, calls = play_game(tokenizer, ["1", "2", "3"])
+    (row,) = episode.rows
+    assert tokenizer.decode(row.tokens) == "<bos>a1b2=below 91<eos>higher2<eos>lower3<eos>"
+    assert tokenizer.decode(row.tokens[row.loss_mask]) == "1<eos>2<eos>3<eos>"
+    assert calls == ["reset 0", "step 0: 1", "step 0: 2", "step 0: 3", "close 0"]
+    assert (episode.reward, episode.correct, episode.answer, row.rewards) == (3.5, False, "9", ())
+    metrics = {"moves": 3.0, "turns": 3.0, "return": 3.5, "correct_first": 0.0, "correct_last": 0.0}
+    assert episode.metrics == metrics
+
+
+def test_each_step_counts_once_with_rewards_of_turns(tokenizer):
+    """The last one in the reward of the episode, which belongs to the same token."""
+    turns = ["train.ppo.turn_rewards=true", "rollout.agent_args.turn_discount=0.5"]
+    episode, _ = play_game(tokenizer, ["1", "2", "3"], *turns, observation=None)
+    (row,) = episode.rows
+    assert tokenizer.decode(row.tokens) == "<bos>a1b2=1<eos>higher2<eos>lower3<eos>"
+    assert [(tokenizer.decode([row.tokens[place - 1]]), reward) for place, reward in row.rewards] == [
+        ("1", 0.5),
+        ("2", -0.5),
+    ]
+    assert all(row.tokens[place] == EOS_ID for place, _ in row.rewards)
+    assert (episode.reward, episode.metrics["return"]) == (1.0, 1.0) and row.rewards[0][1] + row.rewards[1][1] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("texts", "cut", "reward"),
+    [(["1"], (0,), 0.5), (["1", "2"], (1,), -0.5), (["1", "2", "3"], (), 3.5)],
+)
+def test_game_ends_with_a_completion_that_was_cut_off(tokenizer, texts, cut, reward):
+    episode, calls = play_game(tokenizer, texts, cut=cut)
+    assert (episode.reward, len(calls)) == (reward, len(texts) + 2) and calls[-1] == "close 0"
+
+
+def test_step_without_observation_gets_the_default_feedback(tokenizer):
+    game = Game(None, None, [Judgement(0.0), Judgement(1.0, done=True)])
+    episode, _ = play_game(tokenizer, ["1", "2"], game=game)
+    assert tokenizer.decode(episode.rows[0].tokens) == "<bos>a1b2=1<eos>go on2<eos>" and episode.correct is None
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_observation_that_is_too_long_fails_the_episode(tokenizer, tmp_path, chat):
+    tokenizer = with_template(tmp_path, QWEN) if chat else tokenizer
+    with pytest.raises(AgentError, match="observation of reset is .* too long for a row of .*: set .*feedback_tokens"):
+        play_game(tokenizer, [], f"data.chat_template={str(chat).lower()}", observation="a" * 900)
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        (QWEN, "<|user|>a1b2=<eos><|user|>below 9<eos><|assistant|>1<eos><|user|>higher<eos><|assistant|>2<eos>"),
+        (MISTRAL, "[INST] a1b2= [/INST][INST] below 9 [/INST]1<eos>[INST] higher [/INST]2<eos>"),
+    ],
+)
+def test_observation_is_a_user_turn_of_the_template(tmp_path, template, expected):
+    tokenizer = with_template(tmp_path, template)
+    game = Game(None, "below 9", [GAME[0], GAME[2]])
+    episode, _ = play_game(tokenizer, ["1", "2"], "data.chat_template=true", game=game)
+    known = "".join(c for c in expected.replace("<eos>", "@") if c in "@0123456789+=;#abcdefghijklmnopqrstuvwxyz ")
+    assert tokenizer.decode(episode.rows[0].tokens) == known.replace("@", "<eos>")
+
+
+ALTERNATE = (
+    "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('must alternate') }}{% endif %}{{ m.content }}<eos>{% endfor %}"
+)
+LAST = "{% if messages|length == 2 %}{{ messages[-1].content }}{% else %}" + QWEN + "{% endif %}"
+
+
+@pytest.mark.parametrize(("template", "problem"), [(ALTERNATE, "must alternate"), (LAST, "drops a user turn")])
+def test_template_without_two_user_turns_is_named_with_its_remedy(tmp_path, template, problem):
+    tokenizer = with_template(tmp_path, template)
+    with pytest.raises(AgentError, match=f"cannot follow the prompt: .*{problem}.*: let reset return None"):
+        play_game(tokenizer, [], "data.chat_template=true")
+    game = Game(None, None, [GAME[2]])
+    assert play_game(tokenizer, ["1"], "data.chat_template=true", game=game)[0].reward == 4.0
+
+
+def test_example_game_is_played_to_its_end(tokenizer, monkeypatch):
+    monkeypatch.syspath_prepend(str(EXAMPLE.parent))
+    overrides = [*MULTI, "rollout.environment=guessing:Guessing", "rollout.environment_args={limit: 9, cost: 0.25}"]
+    overrides += ["rollout.agent_args={max_turns: 5, feedback_tokens: 20}", "generation.sampling.max_new_tokens=60"]
+    config = compose(overrides)
+    check(config, CPU)
+    environment = environments.build(config, tokenizer, None)
+    episode, _, _ = play(overrides, tokenizer, ["no idea", "8", "2", "it is 3"], environment)
+    (row,) = episode.rows
+    hints = "answer with a number8<eos>lower2<eos>higherit is 3<eos>"
+    assert tokenizer.decode(row.tokens) == "<bos>a1b2=it is below 9no idea<eos>" + hints
+    assert (episode.reward, episode.correct, episode.metrics["turns"]) == (0.25, True, 4.0)
+
+
+@pytest.mark.parametrize(("discount", "reward"), [("1.0", 12.0), ("1", 12.0), ("0.5", 6.0)])
+def test_later_try_is_worth_less(tokenizer, discount, reward):
+    episode, _, _ = play([*MULTI, f"rollout.agent_args.turn_discount={discount}"], tokenizer, ["2", "3"])
+    assert episode.reward == reward
 
 
 def test_wrong_answer_gets_feedback_and_another_try(tokenizer):
@@ -188,10 +302,16 @@ def test_template_without_further_turns_is_config_error(tmp_path, template, prob
         (["max_turns=3"], 48 + 3 * 200 + 2 * 24),
         (["feedback='again {prompt}'"], 48 + 2 * 200 + 6 + 48),
         (["feedback_tokens=100"], 48 + 2 * 200 + 100),
+        (["feedback_tokens=100", "turn_discount=0.5"], 48 + 2 * 200 + 100),
     ],
 )
 def test_longest_row_counts_every_turn(arguments, longest):
     assert longest_sequence(compose([*MULTI, *(f"rollout.agent_args.{a}" for a in arguments)])) == longest
+
+
+def test_longest_row_has_the_first_observation():
+    game = "rollout.environment=tests.support.serving.rollout_fakes:Game"
+    assert longest_sequence(compose([*MULTI, "rollout.agent_args.feedback_tokens=100", game])) == 48 + 2 * 200 + 2 * 100
 
 
 def test_launcher_accepts_the_shipped_experiments():
@@ -211,6 +331,10 @@ def test_launcher_accepts_the_shipped_experiments():
         (["rollout.agent_args.max_turns=two"], "rollout.agent_args.max_turns", "at least 1"),
         (["rollout.agent_args.feedback=''"], "rollout.agent_args.feedback", "must be a text"),
         (["rollout.agent_args.feedback_tokens=-1"], "rollout.agent_args.feedback_tokens", "at least 0"),
+        (["rollout.agent_args.turn_discount=0"], "rollout.agent_args.turn_discount", "above 0, and at most 1"),
+        (["rollout.agent_args.turn_discount=1.5"], "rollout.agent_args.turn_discount", "above 0, and at most 1"),
+        (["rollout.agent_args.turn_discount=.nan"], "rollout.agent_args.turn_discount", "above 0, and at most 1"),
+        (["rollout.agent_args.turn_discount=true"], "rollout.agent_args.turn_discount", "above 0, and at most 1"),
         (["rollout.agent_args.max_turns=3"], "generation.sampling.max_new_tokens", "512 positions"),
         (["generation.embedded.context_length=400"], "generation.embedded.context_length", "multi_turn = 472"),
         (["train.microbatch_tokens=400"], "train.microbatch_tokens", "multi_turn = 472"),
