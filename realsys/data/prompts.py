@@ -78,6 +78,7 @@ class PromptDataset:
         self._max_tokens = config.data.max_prompt_tokens
         self._splits = open_splits(config, paths)
         self._reader = LineReader(Problem)
+        self._by_script = config.data.order == "script"
         self._submitted = SubmittedLines(paths.submitted)
 
     @property
@@ -94,13 +95,13 @@ class PromptDataset:
 
     async def arrival(self, split: str, index: int) -> None:
         """Wait, for a bounded time, until a row of the training script can be read. Raises DataError."""
-        if split == TRAIN and index >= (size := self.size(split)):
+        if self._by_script and split == TRAIN and index >= (size := self.size(split)):
             await self._submitted.arrival(index - size)
 
     def prompt(self, split: str, index: int) -> Prompt:
         """Read and tokenise one prompt. DataError names file and line, also if it has too many tokens."""
         lines = self._lines(split)
-        if split == TRAIN and index >= len(lines):
+        if self._by_script and split == TRAIN and index >= len(lines):
             return self._submitted_prompt(index - len(lines))
         return self._made(*lines.read_whole(index), partial(lines.where, index))
 
