@@ -37,6 +37,7 @@ from realsys.config.schema_data import HELD_OUT, absolute_source
 from realsys.config.trial_sizes import disk_bytes, model_of
 from realsys.data.check import DataCheck
 from realsys.data.convert import check_copy, check_prompts, needs_copy, write_digest
+from realsys.data.prompts import write_atomically
 from realsys.errors import ConfigError, NameStoreError, StreamError
 from realsys.launch.nodes.orders import outlive_agents
 from realsys.launch.start import StoredTrial, check_inputs, decide_start, describe, newer_data, read_trial, resume_path
@@ -323,10 +324,26 @@ def _start_ledger(config: Config, paths: TrialPaths, trial: StoredTrial) -> None
     assert trial.state is not None
     state, position = trial.state, trial.state.position
     groups = state.step * config.train.batch_groups
-    resumed = (config.resume, state.step, groups, position.cursor, position.pending, time.time(), position.rates)
+    # A position in another order has no meaning in this one, which begins anew.
+    goes_on = position.order == config.data.order
+    cursor, pending = (position.cursor, position.pending) if goes_on else (0, [])
+    if any(prompt >= position.prompts for prompt in pending):
+        _copy_submitted(config, paths)
+    resumed = (config.resume, state.step, groups, cursor, pending, time.time(), position.rates)
     with Journal(paths.ledger) as journal:
         journal.append([Resumed(*resumed)])
         journal.sync()
+
+
+def _copy_submitted(config: Config, paths: TrialPaths) -> None:
+    """Copy the rows that the script of the resumed trial has made: the ledger knows them by their lines."""
+    rows = TrialPaths(Path(config.resume).parents[1]).submitted
+    try:
+        with rows.open("rb") as file:
+            write_atomically(paths.submitted, iter(lambda: file.read(1 << 20), b""))
+    except OSError as error:
+        problem = f"its prompts are in {rows}, which cannot be copied: {error.strerror or error}"
+        raise ConfigError("resume", config.resume, problem) from None
 
 
 def _empty(paths: TrialPaths) -> None:

@@ -35,7 +35,7 @@ from realsys.train.master.recovery import SettingChange, TrainingStart, TrialSta
 from realsys.train.master.session import planned_steps
 
 #: settings that the trial's folder and its ledger were made with; everything else may change
-_FIXED = ("seed", "train.batch_groups", "rollout.group_size", "resume", "data.kind")
+_FIXED = ("seed", "train.batch_groups", "rollout.group_size", "resume", "data.kind", "data.order")
 _FIXED_IF_MADE = {"data.kind": ("arith", "data.arith"), "model.path": ("", "model.tiny")}
 
 

@@ -55,7 +55,7 @@ async def serve(ctx: WorkerContext) -> None:
     )
     generation = GenerationClient.of(config.generation, ctx.token, ctx.check_alive)
     verifiers = await open_verifiers(ctx)
-    agent = agents.build(config, tokenizer, environments.build(config, tokenizer, verifiers))
+    agent = agents.AgentsOfRows(config, tokenizer, environments.build(config, tokenizer, verifiers))
     gateway = gateway_of(config, tokenizer, ctx.index, ctx.check_alive)
     ctx.count(lambda: {"bad_messages": pusher.bad_messages, **gateway.counts()})
     engine = ResumableEngine(manager, generation)

@@ -41,7 +41,7 @@ def ppo(config: Config) -> Dataflow:
     if token_level_advantages(config):
         inputs = frozenset({"behav_logprobs"}) | prox | scores
         inputs |= frozenset({"ref_logprobs"} if in_reward else ()) | frozenset({"values"} if ppo.critic.enabled else ())
-        inputs |= frozenset({TOKEN_REWARDS, "loss_mask"} if ppo.turn_rewards else ())
+        inputs |= frozenset({TOKEN_REWARDS, "loss_mask"} if ppo.turn_gamma is not None else ())
         outputs = frozenset({"advantages"} | ({"returns"} if ppo.critic.enabled else set()))
         calls.append(FunctionCall("advantages", "actor", "advantages", inputs, outputs))
         reads |= {"advantages"}
@@ -50,7 +50,7 @@ def ppo(config: Config) -> Dataflow:
     if ppo.critic.enabled:
         inputs = frozenset({"tokens", "values", "returns"})
         calls.append(FunctionCall("critic_train", "critic", "critic_train", inputs, trains=True))
-    return Dataflow(calls, SOURCE_KEYS | ({TOKEN_REWARDS} if ppo.turn_rewards else set()))
+    return Dataflow(calls, SOURCE_KEYS | ({TOKEN_REWARDS} if ppo.turn_gamma is not None else set()))
 
 
 def sft(config: Config) -> Dataflow:

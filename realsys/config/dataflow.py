@@ -279,7 +279,7 @@ def advantages_by_token(config: Config) -> bool:
 def token_level_advantages(config: Config) -> bool:
     """Return True if tokens of one episode have different advantages, which the call ``advantages`` computes."""
     ppo = config.train.ppo
-    return ppo.critic.enabled or ppo.turn_rewards or (ppo.kl.coef > 0 and ppo.kl.place == "reward")
+    return ppo.critic.enabled or ppo.turn_gamma is not None or (ppo.kl.coef > 0 and ppo.kl.place == "reward")
 
 
 def saved_roles(config: Config, flow: Dataflow) -> list[str]:

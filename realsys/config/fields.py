@@ -67,6 +67,7 @@ EXPRESSED: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
     "train.ppo.filter.equal_rewards": ("train.ppo.filter.accept", lambda equal: "unequal_rewards" if equal else None),
     "train.ppo.kl.adaptive": ("train.ppo.kl.target", lambda adaptive: None if adaptive else 0.0),
     "train.ppo.reward_model.enabled": ("train.ppo.reward_model_weight", lambda enabled: None if enabled else 0.0),
+    "train.ppo.turn_gamma": ("train.ppo.turn_rewards", lambda gamma: None if gamma == 1.0 else gamma),
     "train.threads": ("cluster.threads", lambda threads: None if threads == 1 else threads),
     "warmup.optimizer.momentum": ("warmup.optimizer.beta1", lambda momentum: None),
 }

@@ -115,6 +115,11 @@ class TrialPaths:
         return self.data / "sources.json"
 
     @property
+    def submitted(self) -> Path:
+        """Rows that the training script has made (``data.order=script``)."""
+        return self.data / "submitted.jsonl"
+
+    @property
     def ledger(self) -> Path:
         return self.root / "ledger.jsonl"
 

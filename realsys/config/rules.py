@@ -328,6 +328,12 @@ def sampling_warnings(sampling: SamplingConfig) -> Iterator[str]:
 def _check_data(config: Config) -> None:
     data = config.data
     held_out = [made for made in evaluation_sets(config).values() if made.split == HELD_OUT]
+    if data.order == "script":
+        chosen = "must be {} with data.order=script: the training script chooses the prompts"
+        if config.train.total_epochs:
+            raise ConfigError("train.total_epochs", config.train.total_epochs, chosen.format(0))
+        if data.curriculum.enabled:
+            raise ConfigError("data.curriculum", data.curriculum.model_dump(), chosen.format("off (min=0, max=1)"))
     if data.kind == "arith":
         for name in _OF_FILES:
             if (value := getattr(data, name)) != DataConfig.model_fields[name].default:

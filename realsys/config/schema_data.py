@@ -110,6 +110,10 @@ class DataConfig(Section):
         "env_python, args, eval_args, size",
     )
     demos: str = Field("", description="JSONL file with the keys prompt and response, for the supervised warm-up")
+    order: Literal["shuffled", "script"] = Field(
+        "shuffled",
+        description="new prompts: by the seed, each once per epoch; or those that the training script submits",
+    )
     max_prompt_tokens: Positive = Field(1024, description="longest prompt in tokens; see long_prompts")
     long_prompts: Literal["error", "drop"] = Field(
         "error", description="a prompt of more than max_prompt_tokens is an error, or is left out"

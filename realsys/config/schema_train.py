@@ -139,10 +139,11 @@ class PPOConfig(Section):
     lam: Probability = Field(
         1.0, description="lambda of GAE; must be 1 if all tokens of an episode share one advantage"
     )
-    turn_rewards: bool = Field(
-        False, description="add the rewards that an agent gives at single tokens (per turn) to the episode's reward"
+    turn_rewards: bool | Probability = Field(
+        False,
+        description="add the rewards that an agent gives at single tokens (per turn) to the episode's reward;"
+        " a number: with this discount from one turn of a row to the next",
     )
-    turn_gamma: Probability = Field(1.0, description="with turn_rewards: discount from one turn of a row to the next")
     reward_scale: float = Field(1.0, description="factor of the reward; applied before reward_bias and reward_clip")
     reward_bias: float = Field(0.0, description="added to the scaled reward")
     reward_clip: PositiveFloat = Field(20.0, description="scaled rewards are clipped to [-reward_clip, reward_clip]")
@@ -168,6 +169,11 @@ class PPOConfig(Section):
     early_stop_kl: NonNegativeFloat = Field(
         0.0, description="skip them when the approximate KL(prox || theta), in nats per token, exceeds this; 0: off"
     )
+
+    @property
+    def turn_gamma(self) -> float | None:
+        """Discount from one turn of a row to the next; None if rewards of turns are not trained."""
+        return None if self.turn_rewards is False else float(self.turn_rewards)
 
 
 # ---- optimizer, adapters, and models other than the actor

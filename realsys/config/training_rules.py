@@ -140,9 +140,6 @@ def _check_advantages(config: Config) -> None:
         )
     if config.rollout.group_size == 1 and "group" in (ppo.advantage.mean, ppo.advantage.std):
         raise ConfigError("rollout.group_size", 1, "group normalisation needs at least 2 episodes per prompt")
-    if ppo.turn_gamma != 1.0 and not ppo.turn_rewards:
-        problem = "needs rewards of turns: set train.ppo.turn_rewards=true"
-        raise ConfigError("train.ppo.turn_gamma", ppo.turn_gamma, problem)
     if token_level_advantages(config):
         if ppo.skip_zero_advantage:
             problem = (

@@ -22,8 +22,8 @@ from realsys.config.evaluation_sets import sources_of_sets
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.config.schema_data import AUTO_LAYOUT, GENERATED, DataConfig
-from realsys.data.layouts import OWN, Layout, ProblemRow, RowError, detect, layout_of
-from realsys.data.lines import ORIGIN, media_problem
+from realsys.data.layouts import OWN, Layout, ProblemRow, detect, layout_of, read_row
+from realsys.data.lines import ORIGIN
 from realsys.data.prompts import (
     ConvertedSource,
     SourcesFile,
@@ -103,24 +103,8 @@ def rows_of(source: DataSource, split: Split) -> Iterator[tuple[SourceRow, Probl
             yield given, None
             continue
         layout = layout or layout_of(source.layout, source.layout_args, given.values, given.where)
-        row, problem = _read(layout, given.values)
+        row, problem = read_row(layout, given.values)
         yield given._replace(problem=problem), row
-
-
-def _read(layout: Layout, values: dict[str, Any]) -> tuple[ProblemRow | None, str]:
-    """Return the row, or None and its problem. A layout may be code of the user."""
-    try:
-        row = layout(values)
-        if not isinstance(row, ProblemRow):
-            return None, f"the layout returned {type(row).__name__}: it must return a ProblemRow"
-        row.problem()
-        if problem := media_problem(values):
-            return None, problem
-    except RowError as error:
-        return None, str(error)
-    except Exception as error:
-        return None, " ".join(f"the layout raised {type(error).__name__}: {error}".split())[:300]
-    return row, ""
 
 
 def checked_rows(source: DataSource, split: Split) -> Iterator[tuple[str, ProblemRow]]:

@@ -26,7 +26,17 @@ import msgspec
 
 from realsys.config.doors import LAYOUT
 from realsys.config.schema_data import AUTO_LAYOUT
-from realsys.data.lines import CallTest, CodeTests, Message, Problem, PromptText, StdioTest, problem_of, without_nulls
+from realsys.data.lines import (
+    CallTest,
+    CodeTests,
+    Message,
+    Problem,
+    PromptText,
+    StdioTest,
+    media_problem,
+    problem_of,
+    without_nulls,
+)
 from realsys.errors import MALFORMED, DataError
 
 Values = Mapping[str, Any]
@@ -225,6 +235,22 @@ def layout_of(name: str, arguments: Mapping[str, Any], first: Values, where: str
         name = found
     LAYOUT.check(name, arguments)
     return functools.partial(LAYOUT.load(name), **arguments)
+
+
+def read_row(layout: Layout, values: dict[str, Any]) -> tuple[ProblemRow | None, str]:
+    """Return the row, or None and its problem. A layout may be code of the user."""
+    try:
+        row = layout(values)
+        if not isinstance(row, ProblemRow):
+            return None, f"the layout returned {type(row).__name__}: it must return a ProblemRow"
+        row.problem()
+        if problem := media_problem(values):
+            return None, problem
+    except RowError as error:
+        return None, str(error)
+    except Exception as error:
+        return None, " ".join(f"the layout raised {type(error).__name__}: {error}".split())[:300]
+    return row, ""
 
 
 # ---- layouts with a prompt as text or messages: that of realsys, verl, DAPO-Math-17k, slime, and chats with tools

@@ -6,7 +6,7 @@ repeated prompt is never in both splits, and a new line moves no other line. Pro
 case and spaces only.
 
 The number of a prompt in "train" is what ledger and checkpoints keep. It depends on the files, the weights of a mixture
-and the seed alone.
+and the seed alone. Numbers beyond that split are rows that the training script has made (``realsys.data.submitted``).
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from __future__ import annotations
 import hashlib
 import os
 import tempfile
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -26,7 +27,9 @@ import numpy.typing as npt
 from realsys.config.evaluation_sets import evaluation_sets, sources_of_sets
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
+from realsys.config.schema_data import TRAIN
 from realsys.data.lines import Demonstration, LineReader, Lines, LinesBuilder, Problem, PromptText, index_file
+from realsys.data.submitted import SubmittedLines
 from realsys.data.tokenizer import TextTokenizer
 from realsys.errors import DataError
 
@@ -40,6 +43,7 @@ class Prompt:
     ids     token ids for the model
     extra   the other keys of the row, with any JSON values, unchanged
     messages  messages of a chat, as JSON objects; empty if the prompt is a text
+    agent   the agent that plays it; "": that of the trial
     """
 
     text: str
@@ -47,6 +51,7 @@ class Prompt:
     ids: list[int]
     extra: dict[str, Any] = field(default_factory=dict)
     messages: list[dict[str, Any]] = field(default_factory=list)
+    agent: str = ""
 
 
 class PromptCheck(NamedTuple):
@@ -72,6 +77,9 @@ class PromptDataset:
         self._chat = config.data.chat_template
         self._max_tokens = config.data.max_prompt_tokens
         self._splits = open_splits(config, paths)
+        self._reader = LineReader(Problem)
+        self._by_script = config.data.order == "script"
+        self._submitted = SubmittedLines(paths.submitted)
 
     @property
     def leaked(self) -> int:
@@ -85,12 +93,29 @@ class PromptDataset:
     def size(self, split: str) -> int:
         return len(self._lines(split))
 
+    async def arrival(self, split: str, index: int) -> None:
+        """Wait, for a bounded time, until a row of the training script can be read. Raises DataError."""
+        if self._by_script and split == TRAIN and index >= (size := self.size(split)):
+            await self._submitted.arrival(index - size)
+
     def prompt(self, split: str, index: int) -> Prompt:
         """Read and tokenise one prompt. DataError names file and line, also if it has too many tokens."""
         lines = self._lines(split)
-        problem, extra = lines.read_whole(index)
-        ids = self._encode(lines, index, problem)
-        self._check_length(lines, index, ids)
+        if self._by_script and split == TRAIN and index >= len(lines):
+            return self._submitted_prompt(index - len(lines))
+        return self._made(*lines.read_whole(index), partial(lines.where, index))
+
+    def _submitted_prompt(self, number: int) -> Prompt:
+        line = self._submitted.read(number)
+        if (index := line.train_index()) is not None:
+            return replace(self.prompt(TRAIN, index), agent=line.agent)
+        path, row = self._submitted.path, bytes(line.row)
+        problem, extra = self._reader.decode(path, number + 1, row), self._reader.decode_extra(path, number + 1, row)
+        return replace(self._made(problem, extra, partial(self._submitted.where, number)), agent=line.agent)
+
+    def _made(self, problem: Problem, extra: dict[str, Any], where: Callable[[], str]) -> Prompt:
+        ids = self._encode(problem, where)
+        self._check_length(ids, where)
         messages = [] if isinstance(problem.prompt, str) else [message.as_object() for message in problem.prompt]
         return Prompt(plain_text(problem.prompt), problem.answer, ids, extra, messages)
 
@@ -107,9 +132,9 @@ class PromptDataset:
                     encoded = self._tokenizer.encode_prompts(prompts, chat=self._chat, tools=tools)
                 except DataError:
                     # The batch does not tell which prompt failed; one by one, the error names the line.
-                    encoded = [self._encode(lines, i, p) for i, p in zip(indices, problems, strict=True)]
+                    encoded = [self._encode(p, partial(lines.where, i)) for i, p in zip(indices, problems, strict=True)]
                 for i, ids in zip(indices, encoded, strict=True):
-                    self._check_length(lines, i, ids)
+                    self._check_length(ids, partial(lines.where, i))
                 characters.update(*(plain_text(problem.prompt) for problem in problems))
                 if self._chat and not marked:
                     marked = self._first_mark(lines, indices, problems)
@@ -132,18 +157,18 @@ class PromptDataset:
                 return f"{lines.where(i)}: {mark}"
         return ""
 
-    def _encode(self, lines: Lines[Problem], index: int, problem: Problem) -> list[int]:
+    def _encode(self, problem: Problem, where: Callable[[], str]) -> list[int]:
         try:
             return self._tokenizer.encode_prompt(problem.prompt, chat=self._chat, tools=problem.tools)
         except DataError as error:
-            raise DataError(f"{lines.where(index)}: {error}") from None
+            raise DataError(f"{where()}: {error}") from None
 
-    def _check_length(self, lines: Lines[Problem], index: int, ids: list[int]) -> None:
+    def _check_length(self, ids: list[int], where: Callable[[], str]) -> None:
         if len(ids) > self._max_tokens:
             problem = f"the prompt has {len(ids)} tokens, but data.max_prompt_tokens is {self._max_tokens}"
-            raise DataError(f"{lines.where(index)}: {problem}: increase it, or set data.long_prompts=drop")
+            raise DataError(f"{where()}: {problem}: increase it, or set data.long_prompts=drop")
         if not ids:
-            raise DataError(f"{lines.where(index)}: the prompt has no tokens: remove the line")
+            raise DataError(f"{where()}: the prompt has no tokens: remove the line")
 
     def _lines(self, split: str) -> Lines[Problem]:
         splits = self._splits.values() | {"train": self._splits.train}  # the rows of a mixture repeat

@@ -105,17 +105,37 @@ class PromptAudit:
         self._cursor = 0
         self._given_back: deque[int] = deque()  # prompts that may be granted again
         self._rates: dict[int, int] = {}
+        self._by_script = False
+        self._submitted: dict[int, int] = {}  # position -> prompt, until it is granted
+        self._total = 0  # positions that the script has submitted
 
     def open(self, event: Opened) -> None:
         """Take the settings that decide the order."""
         self._order = PromptOrder(event.seed, event.prompts)
         self._curriculum = event.curriculum
+        self._by_script = event.order == "script"
 
-    def start(self, cursor: int, given_back: Sequence[int], rates: Sequence[int]) -> None:
-        """Begin at the position of a checkpoint or a snapshot."""
-        self._cursor = cursor
+    def start(
+        self, cursor: int, given_back: Sequence[int], rates: Sequence[int], submitted: Sequence[int] = ()
+    ) -> None:
+        """Begin at the position of a checkpoint or a snapshot. ``submitted``: prompts from ``cursor`` on."""
+        self._cursor = self._total = cursor
+        self._submit(submitted)
         self._given_back.extend(given_back)
         self._rates = {prompt: rate for prompt, rate in enumerate(rates) if rate >= 0}
+
+    def submitted(self, event: e.Submitted) -> str:
+        """Take prompts of the training script. Returns why they cannot be the next ones, "" if they are."""
+        if not self._by_script:
+            return "prompts submitted, but their order is that of the seed"
+        if event.start != self._total:
+            return f"prompts submitted from position {event.start} on, and the next one is {self._total}"
+        self._submit(event.prompts)
+        return ""
+
+    def _submit(self, prompts: Sequence[int]) -> None:
+        self._submitted |= dict(enumerate(prompts, self._total))
+        self._total += len(prompts)
 
     def finished(self, prompt: int, event: Finished) -> None:
         """Average the success rate of a group with that of its prompt's groups before."""
@@ -140,9 +160,10 @@ class PromptAudit:
             return f"prompt position {event.position} was granted before"
         if passed := self._wrongly_passed(event.position):
             return f"prompt position {event.position} was granted before {passed[0]}"
-        if self._order is not None and self._order.at(event.position) != event.prompt_index:
-            return f"prompt {event.prompt_index} instead of {self._order.at(event.position)}"
-        return ""
+        if self._order is None:
+            return ""
+        right = self._submitted.pop(event.position, None) if self._by_script else self._order.at(event.position)
+        return f"prompt {event.prompt_index} instead of {right}" if right != event.prompt_index else ""
 
     def _wrongly_passed(self, position: int) -> list[int]:
         """Return the positions before ``position`` that the curriculum, if there is one, had to take."""
@@ -208,6 +229,9 @@ class Auditor:
                 self.inherited = event.groups
                 self.newest = event.step
                 self.prompts.start(event.cursor, event.pending, event.rates)
+            case e.Submitted():
+                if problem := self.prompts.submitted(event):
+                    self._note("prompts", line, problem)
             case e.Snapshot():
                 self._snapshot(event)
             case _:
@@ -470,4 +494,4 @@ class Auditor:
             self.states[seen.state] += 1
         self.attempts = len(event.attempt) + sum(event.attempt)
         self.causes.update(event.reissued_by_cause)
-        self.prompts.start(event.cursor, event.prompts, event.rates)
+        self.prompts.start(event.cursor, event.prompts, event.rates, event.submitted)

@@ -61,7 +61,8 @@ class ManagerClient:
     allocate, touch, finish              of tickets and attempts
     schedule                             waits for a routable server; raises RolloutSuperseded when the attempt is
                                          over, GenerationError when no server becomes routable
-    claim, trained, devices, roll_back, evaluate  raise Fenced for an older trainer, StreamError for a contradiction
+    submit, claim, trained, devices, roll_back, evaluate  raise Fenced for an older trainer, StreamError for a
+                                         contradiction
     cancel_evaluation                    of a user's evaluation
     evaluation, data_position, status    read only
     """
@@ -70,6 +71,7 @@ class ManagerClient:
     schedule = _Method(operations.SCHEDULE)
     touch = _Method(operations.TOUCH)
     finish = _Method(operations.FINISH)
+    submit = _Method(operations.SUBMIT)
     claim = _Method(operations.CLAIM)
     trained = _Method(operations.TRAINED)
     devices = _Method(operations.DEVICES)

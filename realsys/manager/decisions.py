@@ -28,6 +28,7 @@ from realsys.manager.ledger.events import (
     Event,
     Granted,
     Opened,
+    Order,
     RolledBack,
     Snapshot,
 )
@@ -93,6 +94,7 @@ class ManagerSettings:
     max_reissues: int = MAX_REISSUES  # reissues that a ticket may have because its group was too old
     curriculum: Curriculum | None = None
     holds: HoldRules = field(default_factory=HoldRules)
+    order: Order = "shuffled"  # of the new prompts
     lent: frozenset[str] = frozenset()  # servers that use devices of ranks in turn with them
 
     @classmethod
@@ -113,6 +115,7 @@ class ManagerSettings:
             trains=not config.evaluate_only,
             stale_policy=config.asynchronous.stale_policy,
             curriculum=_curriculum(config.data.curriculum),
+            order=config.data.order,
             lease_s=manager.rollout_lease_s,
             routing=manager.routing,
             kv_reuse_versions=config.asynchronous.kv_reuse_versions,
@@ -178,8 +181,10 @@ class ManagerState:
         if not self.router.routes(None):
             return "no_server"
         needed = self.settings.total_steps * self.settings.batch_groups
-        if self.ledger.exhausted or (needed and self.ledger.counted >= needed):
+        if needed and self.ledger.counted >= needed:
             return "exhausted"
+        if self.ledger.exhausted:
+            return "nothing_submitted" if self.ledger.by_script else "exhausted"
         weights = self.bound.oldest_weights(self.ledger.counted + 1)
         if weights > self.version or not self._is_served(self.minimum(weights)):
             return "staleness"
@@ -223,7 +228,8 @@ class ManagerState:
         if self.refusal() is not None:
             return problems
         served = max((server.version for server in self.router.routes(None)), default=NO_VERSION)
-        return problems + self.bound.headroom(self.ledger.counted, min(served, self.version))
+        tickets = self.bound.headroom(self.ledger.counted, min(served, self.version))
+        return problems + (min(tickets, self.ledger.available) if self.ledger.by_script else tickets)
 
     def playable(self, evaluation: Evaluation) -> int | None:
         """Return the version that servers serve for an evaluation now; None: it must wait."""
@@ -274,6 +280,7 @@ class ManagerState:
             time=now,
             max_reissues=settings.max_reissues,
             curriculum=dataclasses.astuple(settings.curriculum) if settings.curriculum else None,
+            order=settings.order,
         )
         self.outbox += [event for event in (self.ledger.bind(opened), self.evaluations.resume(now)) if event]
         for ticket in self.ledger.open.values():
@@ -512,6 +519,16 @@ class ManagerState:
         return reply
 
     # -- calls of the trainer ----------------------------------------------------------------------------------------
+
+    def submit(self, request: m.SubmitRequest, now: float) -> m.SubmitReply:
+        """Append prompts that the training script has chosen (``data.order=script``).
+
+        Raises BadCall for a call that contradicts the ledger or the order, and what ``_require_current`` raises.
+        """
+        self._require_current(request.incarnation)
+        event = self.ledger.submit(request.start, request.prompts, now)
+        self.outbox += [event] if event else []
+        return m.SubmitReply(self.ledger.total_submitted, self.ledger.cursor)
 
     def claim(self, request: m.ClaimRequest, now: float) -> m.ClaimReply:
         """Claim a batch before its training (``claim-before-train``); its reservations end, finished or not.

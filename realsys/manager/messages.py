@@ -10,20 +10,20 @@ from typing import Annotated, ClassVar, Literal
 import msgspec
 import numpy as np
 
-from realsys.manager.ledger.events import MOST_SAMPLES, Number, OrNone, Outcome, Rate
+from realsys.manager.ledger.events import MOST_SAMPLES, Index, Number, Order, OrNone, Outcome, Rate
 from realsys.types import FinishReason, Ticket
 
 MAX_WAIT_S = 10.0  # an allocation is never held longer
 #: stale_policy=drop: times that a prompt is issued again before its old tokens are masked. A third try would be
 #: too old, too, because its completions take longer than max_staleness steps.
 MAX_REISSUES = 2
-MAX_TICKETS = 4096  # per allocation
+MAX_TICKETS = 4096  # per allocation, and prompts per submission
 MOST_RELEASED = 256  # calls in one schedule request; the worker names the rest in its next one
 MOST_METRICS = 64  # names per completion
 BLOCK = 64  # tokens; engines share prefixes in whole pages, so smaller blocks would find no more
 MAX_BLOCKS = 32  # hashes per request
 
-RefusalReason = Literal["staleness", "exhausted", "no_server", "asleep", "paused"]
+RefusalReason = Literal["staleness", "exhausted", "nothing_submitted", "no_server", "asleep", "paused"]
 Identifier = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
 #: Incarnation of a trainer that may be unknown: "" before the first has rolled back.
 AnyIncarnation = Annotated[str, msgspec.Meta(max_length=128)]
@@ -201,6 +201,26 @@ class RollBackReply(msgspec.Struct):
     evaluations: list[str] = []
 
 
+class SubmitRequest(msgspec.Struct):
+    """POST /submit: with ``data.order=script``, the next prompts to roll out, by their numbers.
+
+    ``start``: position of the first one in the whole sequence of the trial, from 0. Idempotent: a repetition of known
+    positions changes nothing. Without ``prompts`` the call only asks for the length of the sequence. ``incarnation`` of
+    the trainer: status 409 if it is older than the one that rolled back last.
+    """
+
+    incarnation: TrainerIncarnation
+    start: Index = 0
+    prompts: Annotated[list[Index], msgspec.Meta(max_length=MAX_TICKETS)] = []
+
+
+class SubmitReply(msgspec.Struct):
+    """``total``: prompts ever submitted. The first ``cursor`` of them have been granted."""
+
+    total: int
+    cursor: int = 0
+
+
 class ClaimRequest(msgspec.Struct):
     """POST /claim, idempotent (``claim-before-train``): the trainer is about to train ``tickets`` into ``version``.
 
@@ -375,7 +395,8 @@ class DataPosition(msgspec.Struct, frozen=True):
 
     ``cursor`` is the position of the next new prompt in the order of ``prompts`` prompts that ``seed`` makes;
     ``pending`` are the prompts (indices) granted before it and not trained, in the order to issue them again.
-    ``rates``: with a curriculum the success rate of each prompt in per mille, -1 if not measured.
+    ``rates``: with a curriculum the success rate of each prompt in per mille, -1 if not measured. In the ``order`` of a
+    script, prompts that were submitted and not granted are pending, too, and the cursor is behind them.
     """
 
     cursor: Count
@@ -383,6 +404,7 @@ class DataPosition(msgspec.Struct, frozen=True):
     prompts: Annotated[int, msgspec.Meta(ge=1)]
     seed: int
     rates: list[Rate] = []
+    order: Order = "shuffled"
 
 
 # ---- refusals: the pure state raises them, and the routes turn each into its status and one line

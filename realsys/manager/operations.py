@@ -102,6 +102,14 @@ FINISH = Operation(
     reply=m.FinishReply,
     decide=lambda state, request, now: state.finish(request, now),
 )
+SUBMIT = Operation(
+    path="/submit",
+    request=m.SubmitRequest,
+    reply=m.SubmitReply,
+    decide=lambda state, request, now: state.submit(request, now),
+    syncs=_always,  # also a repetition: the first call may have ended before its record was on the disk
+    trainer=True,
+)
 CLAIM = Operation(
     path="/claim",
     request=m.ClaimRequest,
@@ -182,7 +190,7 @@ STATUS = Operation(
     decide=lambda state, _, now: status(state, now, state.started),
 )
 _OF_WORKERS = (ALLOCATE, SCHEDULE, TOUCH, FINISH)
-_OF_TRAINER = (ROLL_BACK, CLAIM, TRAINED, DEVICES, EVALUATE)
+_OF_TRAINER = (ROLL_BACK, SUBMIT, CLAIM, TRAINED, DEVICES, EVALUATE)
 _OF_USERS = (CANCEL_EVALUATION,)
 _READS = (EVALUATION, DATA_POSITION, VERSION, HEALTH, STATUS)
 OPERATIONS: tuple[Operation[Any, Any], ...] = (*_OF_WORKERS, *_OF_TRAINER, *_OF_USERS, *_READS)
@@ -261,6 +269,9 @@ def explain(state: ManagerState) -> str:
         case "exhausted":
             open_ = state.ledger.counts.open
             return f"every group that is needed is granted; {open_['running']} running, {open_['finished']} finished"
+        case "nothing_submitted":
+            total = state.ledger.total_submitted
+            return f"the training script has submitted {total} prompts, and all are granted: waiting for more"
         case "paused":
             return "the master says the trial is done"
         case "no_server":

@@ -200,6 +200,7 @@ class RolloutLoop:
         """
         started = time.time()
         failpoint("rollout.running")
+        await self._parts.prompts.arrival(ticket.split, ticket.prompt_index)
         prompt = self._parts.prompts.prompt(ticket.split, ticket.prompt_index)
         played = await self._parts.player.play(ticket, prompt)
         if played.errors:

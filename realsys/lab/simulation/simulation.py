@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from random import Random
 
@@ -48,7 +49,8 @@ class Simulation:
         self.workers: dict[str, Worker] = {}
         self.versions: list[PublishedVersion] = []  # on disk, oldest first
         sizes = {"train": self.sim.prompts, "eval": EVAL_PROMPTS}
-        settings = ManagerSettings.of(self.config.model_copy(), sizes)
+        # No script submits prompts here; which ones are played changes no time.
+        settings = replace(ManagerSettings.of(self.config.model_copy(), sizes), order="shuffled")
         self.manager = ManagerMachine(self.clock, settings, self, self.sim.call_s)
         self.manager.journal.observe = self._observe
         self.trainer = SimulatedTrainer(self)

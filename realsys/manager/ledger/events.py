@@ -30,6 +30,8 @@ MOST_PROBLEMS = 1 << 24  # per evaluation; the manager tracks each
 Outcome = Literal["accepted", "rejected", "failed", "filtered"]
 Rate = Annotated[int, msgspec.Meta(ge=-1, le=1000)]  # success rate in per mille; -1: not measured
 MOST_SAMPLES = 4096  # completions of a problem
+Order = Literal["shuffled", "script"]  # of the new prompts
+MOST_SUBMITTED = 1 << 18  # prompts that are submitted and not granted; each is in every snapshot and checkpoint
 
 
 class Resumed(msgspec.Struct, frozen=True, tag="resumed"):
@@ -61,14 +63,24 @@ class Opened(msgspec.Struct, frozen=True, tag="opened"):
     max_reissues: int = 0  # reissues that a ticket may have because its group was too old
     #: (lowest, highest success rate in per mille, floor) of data.curriculum; None: every prompt is taken
     curriculum: tuple[Rate, Rate, float] | None = None
+    #: script: new prompts are those of ``Submitted`` records, in their order; shuffled: the permutation of ``seed``
+    order: Order = "shuffled"
 
     def conflict(self, before: Opened) -> str | None:
         """Return why tickets granted with the settings ``before`` do not fit these; None if they do."""
-        for name in ("prompts", "seed", "batch_groups"):
+        for name in ("prompts", "seed", "batch_groups", "order"):
             was, now = getattr(before, name), getattr(self, name)
             if was != now:
                 return f"its tickets were granted with {name}={was}, and now it is {now}"
         return None
+
+
+class Submitted(msgspec.Struct, frozen=True, tag="submitted"):
+    """The training script submitted prompts: they follow the ``start`` prompts that it submitted before."""
+
+    start: Index
+    prompts: list[Index]
+    time: float
 
 
 class RolledBack(msgspec.Struct, frozen=True, tag="rolled_back"):
@@ -249,7 +261,7 @@ class Snapshot(msgspec.Struct, frozen=True, tag="snapshot"):
     ``outcome``, ``attempt``, ``prompt`` and ``lag`` have one entry per ticket, by number. outcome: -1 open, k >= 0
     trained at version k, -2 - i dropped for ``reasons[i]``. lag: versions that its oldest token was behind when it was
     trained, -1 if not trained or unknown. stale: reissues because a group was too old; empty: none. ``prompts``:
-    pending at the resumed checkpoint and not granted again yet, in order.
+    pending at the resumed checkpoint and not granted again yet, in order. ``submitted``: prompts from ``cursor`` on.
     """
 
     records: int
@@ -274,6 +286,7 @@ class Snapshot(msgspec.Struct, frozen=True, tag="snapshot"):
     time: float
     stale: list[int] = []
     rates: list[Rate] = []  # success rate of each prompt; []: none is measured
+    submitted: list[Index] = []
     chain: Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)] = 0  # checksum of the last record before
 
     def problem(self) -> str | None:
@@ -294,6 +307,8 @@ class Snapshot(msgspec.Struct, frozen=True, tag="snapshot"):
         return None
 
 
-TicketEvent = Snapshot | Opened | Resumed | RolledBack | Granted | Finished | Reissued | Dropped | Claimed | Trained
+TicketEvent = (
+    Snapshot | Opened | Resumed | Submitted | RolledBack | Granted | Finished | Reissued | Dropped | Claimed | Trained
+)
 EvalEvent = EvalStarted | EvalAnswered | EvalHeld | EvalLost | EvalsResumed
 Event = TicketEvent | EvalEvent

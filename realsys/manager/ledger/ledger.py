@@ -29,6 +29,7 @@ import dataclasses
 import heapq
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from itertools import islice
 from typing import Self
 
 import msgspec
@@ -52,6 +53,7 @@ class Ledger:
     newest   newest version that a batch was trained for
     cursor   position of the next new prompt
     prompts  pending at the checkpoint that was resumed: granted before new ones
+    submitted  prompts from ``cursor`` on that the training script has submitted (``data.order=script``)
     """
 
     def __init__(self, order: PromptOrder, max_attempts: int, curriculum: Curriculum | None = None) -> None:
@@ -60,6 +62,7 @@ class Ledger:
         self.rates = PromptRates()
         self.counts = LedgerCounts()
         self.prompts: deque[int] = deque()
+        self.submitted: deque[int] = deque()
         self.cursor = 0
         self.opened: e.Opened | None = None  # settings that bind the decisions
         self.rolled_back: e.RolledBack | None = None  # last start of a trainer
@@ -87,19 +90,39 @@ class Ledger:
 
     @property
     def epoch(self) -> int:
-        """Number of the pass over the prompts, from 0."""
-        return self.cursor // self._order.size
+        """Number of the pass over the prompts, from 0. A script makes no passes."""
+        return 0 if self.by_script else self.cursor // self._order.size
+
+    @property
+    def by_script(self) -> bool:
+        """True if new prompts are those that the training script submits."""
+        return self.opened is not None and self.opened.order == "script"
+
+    @property
+    def total_submitted(self) -> int:
+        """Number of prompts that the training script has ever submitted."""
+        return self.cursor + len(self.submitted)
+
+    @property
+    def available(self) -> int:
+        """Number of prompts that can be granted before the script submits more. Not for a seeded order."""
+        return self.counts.open["waiting"] + len(self.prompts) + len(self.submitted)
 
     @property
     def exhausted(self) -> bool:
-        """True when no ticket waits and the epochs are used up."""
+        """True when no ticket waits and the epochs, or the submitted prompts, are used up."""
         return not self.counts.open["waiting"] and not self.prompts and self._next_position() is None
 
     def position(self) -> DataPosition:
-        """Return the position in the data: a trial that resumes there misses no prompt and repeats none."""
+        """Return the position in the data: a trial that resumes there misses no prompt and repeats none.
+
+        Another trial does not have the submitted prompts, so all that are not trained are pending.
+        """
         pending = [self.open[ticket_id].prompt_index for ticket_id in sorted(self.open)]
         rates = self.rates.measured() if self._curriculum is not None else []
-        return DataPosition(self.cursor, [*pending, *self.prompts], self._order.size, self._order.seed, rates)
+        pending += [*self.prompts, *self.submitted]
+        order: e.Order = "script" if self.by_script else "shuffled"
+        return DataPosition(self.total_submitted, pending, self._order.size, self._order.seed, rates, order)
 
     def running(self) -> Iterator[OpenTicket]:
         return (ticket for ticket in self.open.values() if ticket.state == "running")
@@ -119,7 +142,7 @@ class Ledger:
     def grant(self, worker: str, incarnation: str, version: int, now: float, request: str = "") -> e.Granted | None:
         """Grant the next attempt: waiting tickets first, oldest first; then given-back prompts; then new ones.
 
-        Returns None when all prompts are used up.
+        Returns None when all prompts are used up, or the training script has submitted no other.
         """
         candidate = self._next()
         if candidate is None:
@@ -243,6 +266,34 @@ class Ledger:
         ]
         return self._reissue(missing, "never arrived", now)
 
+    def submit(self, start: int, prompts: Sequence[int], now: float) -> e.Submitted | None:
+        """Append prompts to the sequence of the training script. ``start``: position of the first one.
+
+        A repetition of known positions is left out; None if nothing is left. Raises BadCall for a gap, for another
+        prompt at a known position that was not granted yet, for too many prompts, and if the order is seeded.
+        """
+        if not self.by_script:
+            raise BadCall(
+                "the seed decides the order of the prompts: only with data.order=script can a script submit them"
+            )
+        if prompts and start > self.total_submitted:
+            missing = f"those from {self.total_submitted} on are missing"
+            raise BadCall(f"prompts from position {start} on are submitted, and {missing}")
+        first, end = max(start, self.cursor), min(start + len(prompts), self.total_submitted)
+        known = islice(self.submitted, max(0, first - self.cursor), max(0, end - self.cursor))
+        for position, prompt in enumerate(known, first):
+            if (other := prompts[position - start]) != prompt:
+                raise BadCall(f"prompt {other} is submitted at position {position}, which has prompt {prompt}")
+        fresh = list(prompts[self.total_submitted - start :])
+        if not fresh:
+            return None
+        if len(self.submitted) + len(fresh) > e.MOST_SUBMITTED:
+            problem = f"{len(self.submitted)} submitted prompts are not granted yet, and {e.MOST_SUBMITTED} may be"
+            raise BadCall(f"{problem}: submit {len(fresh)} more later")
+        event = e.Submitted(self.total_submitted, fresh, now)
+        self.apply(event)
+        return event
+
     def roll_back(self, version: int, step: int, incarnation: str, checkpoint: str, now: float) -> e.RolledBack:
         """Start a trainer from ``version``: reissue the tickets that run, are finished or were trained later.
 
@@ -285,11 +336,11 @@ class Ledger:
         if self.prompts:
             return new, 0, self.prompts[0], -1
         position = self._next_position()
-        prompt = None if position is None else self._order.at(position)
+        prompt = None if position is None else self._at(position)
         return None if prompt is None or position is None else (new, 0, prompt, position)
 
     def _next_position(self) -> int | None:
-        """Return the position of the next new prompt, None if the epochs are used up.
+        """Return the position of the next new prompt, None if the epochs or the submitted prompts are used up.
 
         The curriculum passes over positions, but never over a whole epoch.
         """
@@ -299,7 +350,14 @@ class Ledger:
         elif (cursor, revision) != (self.cursor, self.rates.revision):
             position = self._search(self._curriculum)
             self._found = self.cursor, self.rates.revision, position
-        return position if self._order.at(position) is not None else None
+        return position if self._at(position) is not None else None
+
+    def _at(self, position: int) -> int | None:
+        """Return the prompt at a position from ``cursor`` on; None: there is none, or none yet."""
+        if not self.by_script:
+            return self._order.at(position)
+        ahead = position - self.cursor
+        return self.submitted[ahead] if ahead < len(self.submitted) else None
 
     def _search(self, curriculum: Curriculum) -> int:
         for position in range(self.cursor, self.cursor + self._order.size):
@@ -331,6 +389,8 @@ class Ledger:
                 self._apply_opened(event)
             case e.Resumed():
                 self._apply_resumed(event)
+            case e.Submitted():
+                self._apply_submitted(event)
             case e.Snapshot():
                 self._apply_snapshot(event)
         self._records += 1
@@ -354,8 +414,15 @@ class Ledger:
         self.prompts.extend(event.pending)
         self.rates = PromptRates(event.rates)
 
+    def _apply_submitted(self, event: e.Submitted) -> None:
+        if not self.by_script or event.start != self.total_submitted:
+            order = "the training script" if self.by_script else "the seed"
+            raise LedgerError(f"ledger: {event}: {self.total_submitted} prompts are known, in the order of {order}")
+        self.submitted.extend(event.prompts)
+
     def _apply_opened(self, event: e.Opened) -> None:
-        if self.opened is not None and len(self.columns) and (problem := event.conflict(self.opened)):
+        begun = len(self.columns) or self.submitted
+        if self.opened is not None and begun and (problem := event.conflict(self.opened)):
             raise LedgerError(f"ledger: {problem}")
         self.opened = event
         self.rates.resize(event.prompts)
@@ -414,6 +481,8 @@ class Ledger:
             passes_over = self.opened is not None and self.opened.curriculum is not None
             if event.position < self.cursor or (event.position > self.cursor and not passes_over):
                 raise LedgerError(f"ledger: {event}: the next prompt is that of position {self.cursor}")
+            if self.by_script and (not self.submitted or self.submitted.popleft() != event.prompt_index):
+                raise LedgerError(f"ledger: {event}: prompt {event.prompt_index} was not submitted at that position")
             self.cursor = event.position + 1
         elif not self.prompts or self.prompts.popleft() != event.prompt_index:
             raise LedgerError(f"ledger: {event}: prompt {event.prompt_index} is not the next of those given back")
@@ -507,6 +576,7 @@ class Ledger:
             rates=self.rates.measured(),
             open=[dataclasses.replace(ticket) for ticket in self.open.values()],
             prompts=list(self.prompts),
+            submitted=list(self.submitted),
             reissued_by_cause=dict(self.counts.reissued_by_cause),
             evaluations=evaluations,
             forgotten=forgotten,
@@ -530,6 +600,7 @@ class Ledger:
         if event.opened is not None:
             self.rates.resize(event.opened.prompts)
         self.prompts = deque(event.prompts)
+        self.submitted = deque(event.submitted)
         self.open = {ticket.ticket_id: dataclasses.replace(ticket) for ticket in event.open}
         self._waiting = sorted(ticket.ticket_id for ticket in event.open if ticket.state == "waiting")
         self.counts = _counts(event, self.columns)

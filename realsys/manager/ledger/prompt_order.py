@@ -1,4 +1,7 @@
-"""Order of the prompts: a seeded permutation per epoch, a pure function of (seed, epoch, size); and the curriculum."""
+"""Order of the prompts: a seeded permutation per epoch, a pure function of (seed, epoch, size); and the curriculum.
+
+With ``data.order=script`` the order is the sequence that the training script submits. That is state of the ledger.
+"""
 
 from __future__ import annotations
 

@@ -146,6 +146,7 @@ _OF_OTHER_MODELS = (
 _CLOSED = {
     "staleness": "waits for the trainer (bound)",
     "exhausted": "all groups granted",
+    "nothing_submitted": "waits for the training script to submit prompts",
     "no_server": "no server has weights yet",
     "asleep": "waits for servers that share devices",
     "paused": "paused",

@@ -54,9 +54,10 @@ class Advantages:
         rewards = token_rewards([outcomes[ref.sample_id] for ref in own], lengths, kl, kl_coef)
         discounts = None
         if TOKEN_REWARDS in call.inputs:
+            turn_gamma = 1.0 if ppo.turn_gamma is None else ppo.turn_gamma  # a dataflow of the user may read them, too
             rewards += ppo.reward_scale * _stored(role, own, TOKEN_REWARDS)
             masks = (role.data.get(ref.sample_id, "loss_mask") for ref in own)
-            parts = [turn_discounts(mask, ppo.gamma, ppo.turn_gamma) for mask in masks]
+            parts = [turn_discounts(mask, ppo.gamma, turn_gamma) for mask in masks]
             discounts = np.concatenate([np.zeros(0), *parts])
         values = _stored(role, own, "values") if "values" in call.inputs else None
         advantages, returns = token_advantages(rewards, lengths, truncated, ppo, values, discounts)

@@ -11,6 +11,8 @@ import pytest
 from realsys.cluster.files import FileInfo
 from realsys.config.compose import compose
 from realsys.config.paths import TrialPaths
+from realsys.config.schema_data import DataConfig
+from realsys.data.submitted import SubmittedWriter
 from realsys.errors import ConfigError, StreamError
 from realsys.launch.commands.audit import audit_trial
 from realsys.launch.prepare import prepare, resolve
@@ -87,6 +89,43 @@ def test_new_trial_inherits_the_ledger(trial, compose_in):
     assert isinstance(event, Resumed)
     assert (event.step, event.groups, event.cursor, event.pending) == (3, 12, 14, [9, 2])
     assert said[-1] == f"continuing at step 3 from {trial / 'checkpoints' / 'step-00000003'}"
+
+
+@pytest.fixture
+def script_trial(trial, compose_in):
+    """The trial is one of a script, which has made two rows; prompt 21 is the second one, and not trained."""
+    paths = TrialPaths(trial)
+    with SubmittedWriter(paths.submitted, DataConfig(), 20) as rows:
+        rows.append([({"prompt": f"a{k}=", "answer": str(k)}, "") for k in range(2)])
+    made = compose_in(f"resume={trial}")
+    state = read_trial(made, TrialPaths.of(made)).state
+    assert state is not None
+    position = DataPosition(14, [9, 21], 20, 1, order="script")
+    (Path(made.resume) / "state.json").write_bytes(CHECKPOINT.encode(msgspec.structs.replace(state, position=position)))
+    return trial
+
+
+@pytest.mark.parametrize(
+    ("order", "cursor", "pending"), [("script", 14, [9, 21]), ("shuffled", 0, [])], ids=["script", "shuffled"]
+)
+def test_new_trial_inherits_rows_of_a_script(script_trial, compose_in, order, cursor, pending):
+    """In another order the prompts begin anew, and no row is needed."""
+    with prepare(compose_in(f"resume={script_trial}", "trial=second", f"data.order={order}"), lambda _: None) as ready:
+        paths = ready.paths
+    with Journal(paths.ledger) as journal:
+        (event,) = journal.replay()
+    assert isinstance(event, Resumed) and (event.groups, event.cursor, event.pending) == (12, cursor, pending)
+    rows = TrialPaths(script_trial).submitted.read_bytes()
+    assert (paths.submitted.read_bytes() if paths.submitted.exists() else b"") == (rows if order == "script" else b"")
+
+
+def test_rows_of_a_script_that_are_gone_are_named(script_trial, compose_in):
+    TrialPaths(script_trial).submitted.unlink()
+    made = compose_in(f"resume={script_trial}", "trial=second", "data.order=script")
+    gone = pytest.raises(ConfigError, match=r"resume=.*submitted.jsonl, which cannot be copied: No such file")
+    with gone, prepare(made, lambda _: None):
+        raise AssertionError("the trial is made")
+    assert not TrialPaths.of(made).root.exists()
 
 
 def test_inherited_groups_count_at_the_new_size(trial, compose_in):

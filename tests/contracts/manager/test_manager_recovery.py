@@ -5,14 +5,22 @@ import asyncio
 import msgspec
 import pytest
 
+from realsys.config.fields import replaced
 from realsys.errors import Fenced, StreamError
 from realsys.manager.client import ManagerClient
-from realsys.manager.ledger.events import Opened
+from realsys.manager.ledger.events import Opened, Submitted
 from realsys.manager.ledger.journal import read_journal
-from realsys.manager.messages import AllocateRequest, EvaluateRequest, RollBackRequest, TrainedRequest
+from realsys.manager.messages import (
+    AllocateRequest,
+    EvaluateRequest,
+    RollBackRequest,
+    SubmitReply,
+    SubmitRequest,
+    TrainedRequest,
+)
 from realsys.manager.operations import ALLOCATE
 from realsys.types import PublishedVersion
-from tests.support.ledger.manager_trial import BOUND_S, TOKEN, WORKER, drive
+from tests.support.ledger.manager_trial import BOUND_S, TOKEN, WORKER, config, drive, trial
 
 A, B = (f"{number:019d}" for number in (1, 2))
 
@@ -113,6 +121,46 @@ def test_data_position_is_synced_before_the_reply(tmp_path):
         assert len(position["pending"]) == 2 and synced == [journal.size]
 
     drive(tmp_path, scenario)
+
+
+def test_submitted_prompts_wake_an_allocation_and_survive_a_restart(tmp_path):
+    """The reply comes after an fsync, also that of a repetition. An older trainer may not submit."""
+
+    async def scenario(t):
+        synced: list[list[Submitted]] = []  # by each fsync
+        journal = t.manager.service.journal
+        sync = journal.sync
+        journal.sync = lambda: (sync(), synced.append([e for e in events(t) if isinstance(e, Submitted)]))
+        await start(t, -1, B)
+        await t.add_server(0)
+        await serve(t, 0, B)
+        client = ManagerClient(lambda: t.url, TOKEN)
+        holding, hold = asyncio.Event(), t.manager.service.grants.hold
+        t.manager.service.grants.hold = lambda *call: (hold(*call), holding.set())
+        held = asyncio.create_task(client.allocate(AllocateRequest(WORKER, 1, 10.0)))
+        await holding.wait()
+        assert (await t.get("/status"))["admission"]["reason"] == "nothing_submitted"
+        synced.clear()
+        assert (await client.submit(SubmitRequest(B, 0, [63, 64]))).total == 2
+        assert [ticket.prompt_index for ticket in (await held).tickets] == [63]
+        assert (await client.submit(SubmitRequest(B, 0, [63, 64]))).total == 2
+        assert [[event.prompts for event in record] for record in synced] == [[[63, 64]]] * 2
+        with pytest.raises(Fenced):
+            await client.submit(SubmitRequest(A, 2, [1]))
+        with pytest.raises(StreamError, match="those from 2 on are missing"):
+            await client.submit(SubmitRequest(B, 3, [1]))
+        await client.close()
+        await t.halt()
+        await t.start()
+        client = ManagerClient(lambda: t.url, TOKEN)
+        assert await client.submit(SubmitRequest(B)) == SubmitReply(2, 1)
+        await client.close()
+
+    async def main():
+        async with asyncio.timeout(3 * BOUND_S), trial(tmp_path, replaced(config(), ["data", "order"], "script")) as t:
+            await scenario(t)
+
+    asyncio.run(main())
 
 
 def test_reported_server_that_is_dead_is_quarantined(tmp_path):

@@ -84,7 +84,7 @@ def manager_key(state: ManagerState) -> Any:
     return (
         ledger.open,
         (columns.outcome, columns.attempt, columns.prompt, columns.reasons, columns.stale),
-        (ledger.prompts, ledger.cursor, ledger.base, ledger.newest),
+        (ledger.prompts, ledger.submitted, ledger.cursor, ledger.base, ledger.newest),
         rolled_back and (rolled_back.version, rolled_back.incarnation),
         (counts.inherited, counts.granted, counts.open, counts.trained, counts.dropped, counts.dropped_by_reason),
         (state.servers.all(), state.servers.published, places, state.workers),

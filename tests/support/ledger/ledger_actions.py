@@ -18,6 +18,8 @@ from realsys.manager.messages import (
     OlderTrainer,
     RollBackRequest,
     ScheduleRequest,
+    SubmitReply,
+    SubmitRequest,
     TrainedReply,
     TrainedRequest,
 )
@@ -205,11 +207,18 @@ class WithMaster(Workers):
         elif isinstance(request, UpdateOrder):
             self.manager.servers.succeeded(request, 0.0, {})
         elif request.incarnation < self._incarnation():
-            call: Any = self.manager.claim if isinstance(request, ClaimRequest) else self.manager.trained
+            calls: dict[type, Any] = {ClaimRequest: self.manager.claim, SubmitRequest: self.manager.submit}
+            call = calls.get(type(request), self.manager.trained)
             with pytest.raises(OlderTrainer):
                 call(request, LATE)
         elif isinstance(request, ClaimRequest):
             self._claim_again(request)
+        elif isinstance(request, SubmitRequest):
+            if request.start == len(self.sequence):  # the only one that arrives of a master that crashed
+                self._submit_call(request)
+            else:
+                self.manager.submit(request, LATE)
+                assert not self.manager.outbox, "a repeated /submit changed something"
         elif self.phase == "down" and any(self.truth.get(name) != "claimed" for name in request.trained):
             pass  # refused, and no process reads the reply
         else:
@@ -229,6 +238,27 @@ class WithMaster(Workers):
             self.truth |= dict.fromkeys(request.tickets, "claimed")
         else:
             assert not self.manager.outbox, "a repeated /claim changed something"
+
+    def _submits(self, twice: bool = False) -> None:
+        request = self._next_submission()
+        if twice:
+            self.echoes.append(request)
+        self._submit_call(request)
+
+    def _submits_twice(self) -> None:
+        self._submits(twice=True)
+
+    def _crashes_in_submit(self) -> None:
+        self.echoes.append(self._next_submission())
+        self._master_crashes()
+
+    def _next_submission(self) -> SubmitRequest:
+        return SubmitRequest(self._incarnation(), len(self.sequence), [len(self.sequence)])
+
+    def _submit_call(self, request: SubmitRequest) -> None:
+        self.sequence += request.prompts
+        reply, self.syncs = self.manager.submit(request, 0.0), True
+        assert reply == SubmitReply(len(self.sequence), self.manager.ledger.cursor)
 
     def _take(self) -> None:
         self.asked = self.intake.propose(self.version)
@@ -351,6 +381,8 @@ class WithMaster(Workers):
         before = len(self.manager.outbox)
         self.manager.roll_back(request, 0.0)
         assert len(self.manager.outbox) == before, "a repeated /roll_back changed something"
+        if self.bounds.script:  # a new script asks how far the one before it came
+            assert self.manager.submit(SubmitRequest(self._incarnation()), 0.0).total == len(self.sequence)
         if self.published is not None:  # seen late, or by a manager that has just started
             assert not self.manager.servers.publish(self.published), "a publication of the side before"
         kept = {ticket_id for tickets in self.weights for ticket_id in tickets}
@@ -390,6 +422,10 @@ class World(WithMaster):
     def _may(self, fault: str) -> bool:
         return self.faults > 0 and (not self.bounds.kinds or fault in self.bounds.kinds)
 
+    def _may_submit(self) -> bool:
+        ahead = len(self.sequence) < self.bounds.prompts
+        return self.bounds.script and (ahead or self.manager.refusal() == "nothing_submitted")
+
     def _workers_act(self) -> list[Act]:
         acts = []
         for worker in self._workers():
@@ -424,6 +460,8 @@ class World(WithMaster):
                 acts.append(Act("checkpoints"))
             if "finished" in self.truth.values():
                 acts.append(Act("tells_what_it_holds"))
+            if self._may_submit():
+                acts.append(Act("submits"))
             if self.intake.buffer.ready_groups >= self.bounds.batch or self._has_too_old():
                 acts.append(Act("take"))
             elif self._can_never_fill():
@@ -444,6 +482,8 @@ class World(WithMaster):
                 acts += [Act("dies", (worker,), 1), Act("dies_in_push", (worker,), 1)]
             if worker not in self.unanswered and self.manager.refusal() is None:
                 acts.append(Act("reply_lost", (worker,), 1))
+        if self.phase == "idle" and self._may_submit():
+            acts += [Act("submits_twice", (), 1), Act("crashes_in_submit", (), 1)]
         if self.phase == "asking":
             acts.append(Act("claims_twice", (), 1))
         if self.phase == "published":

@@ -17,7 +17,7 @@ import msgspec
 from realsys.algorithm.sequence_buffer import StalePolicy
 from realsys.manager.audit import Auditor
 from realsys.manager.decisions import ManagerSettings, ManagerState
-from realsys.manager.ledger.events import EvalEvent, Event, Resumed, Snapshot
+from realsys.manager.ledger.events import EvalEvent, Event, Order, Resumed, Snapshot
 from realsys.manager.ledger.journal import decode_record, encode_record
 from realsys.manager.ledger.ledger import Ledger
 from realsys.manager.ledger.prompt_order import PromptOrder
@@ -73,13 +73,16 @@ class Bounds:
     attempts: int = 2
     policy: StalePolicy = "drop"
     reissues: int = 1  # of a ticket because its group was too old
+    script: bool = False  # the master submits the prompts, ``prompts`` of them ahead of need
     resumed: bool = False  # resumes another trial's checkpoint of version 1, with one prompt pending
     kinds: frozenset[str] = frozenset()
 
     def settings(self) -> ManagerSettings:
         sizes = {"train": self.prompts, "eval": 1}
-        made = ManagerSettings(self.batch, self.eta, 1, self.attempts, 1, sizes, self.epochs, self.steps, LEASE_S)
-        return replace(made, stale_policy=self.policy, max_reissues=self.reissues)
+        epochs = 0 if self.script else self.epochs
+        made = ManagerSettings(self.batch, self.eta, 1, self.attempts, 1, sizes, epochs, self.steps, LEASE_S)
+        order: Order = "script" if self.script else "shuffled"
+        return replace(made, stale_policy=self.policy, max_reissues=self.reissues, order=order)
 
     def intake(self) -> IntakeSettings:
         return IntakeSettings(self.batch, self.eta, self.policy, self.reissues, 10, timeout_s=LATE)
@@ -89,7 +92,7 @@ class Bounds:
 
     def __str__(self) -> str:
         sizes = f"B{self.batch} eta{self.eta} {self.prompts} prompts {self.workers} workers {self.steps} steps"
-        sizes += " resumed" * self.resumed + f" {self.policy}" * (self.policy != "drop")
+        sizes += " resumed" * self.resumed + " script" * self.script + f" {self.policy}" * (self.policy != "drop")
         kinds = "every fault" if self.kinds == frozenset(FAULTS.split()) else " ".join(sorted(self.kinds))
         return f"{sizes} {self.faults} x {kinds}"
 
@@ -138,6 +141,7 @@ class WorldState:
     journal: list[bytes] = field(default_factory=list)
     synced: int = 0  # records that survive the machine
     syncs: bool = False  # the action under way is answered after an fsync
+    sequence: list[int] = field(default_factory=list)  # prompts that the manager has accepted from the script
     # workers and the network
     births: dict[str, int] = field(default_factory=dict)  # incarnation of each worker and of the server
     attempts: dict[tuple[str, int], Attempt] = field(default_factory=dict)
@@ -206,6 +210,13 @@ class WorldState:
         """Each prompt of the epoch is to come, pending, or has had its one end."""
         ledger = self.manager.ledger
         position = ledger.position()
+        if self.bounds.script:
+            ended = [
+                ledger.columns.prompt[int(t)] for t, state in self.truth.items() if state in ("trained", "dropped")
+            ]
+            assert position.cursor == len(self.sequence)
+            assert sorted([*position.pending, *ended]) == self.sequence, f"{position.pending} and {ended}"
+            return
         order, before = self.bounds.order(), self.bounds.batch if self.bounds.resumed else 0
         ahead = [order.at(p) for p in range(position.cursor, self.bounds.prompts * self.bounds.epochs)]
         ended = [ledger.columns.prompt[int(t)] for t, state in self.truth.items() if state in ("trained", "dropped")]

@@ -254,6 +254,7 @@ STORED = {
     "agreement.sample_tokens": (0, ["train.engine_check=0"], ""),
     "train.ppo.critic.loss": ("huber", ["train.ppo.critic.huber_delta=10.0"], ""),
     "train.ppo.filter.equal_rewards": (True, ["train.ppo.filter.accept=unequal_rewards"], ""),
+    "train.ppo.turn_gamma": (0.5, ["train.ppo.turn_rewards=0.5"], ""),
     "train.ppo.kl.adaptive": (True, ["train.ppo.kl.target=0.1"], ""),
     "train.ppo.reward_model.enabled": (True, ["train.ppo.reward_model_weight=1"], ""),
     "train.ppo.reward_model.weight": (0.5, [], ""),

@@ -3,11 +3,16 @@
 import asyncio
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
+from typing import ClassVar
 
 import numpy as np
 import pytest
 
-from realsys.data.prompts import Prompt
+from realsys.config.paths import TrialPaths
+from realsys.config.schema import Config, DataConfig, EvalConfig
+from realsys.config.schema_rollout import RolloutConfig
+from realsys.data.prompts import Prompt, PromptDataset
+from realsys.data.submitted import SubmittedLines, SubmittedWriter
 from realsys.errors import (
     DataError,
     GenerationError,
@@ -17,6 +22,7 @@ from realsys.errors import (
     StuckError,
     WaitTimeout,
 )
+from realsys.generation.client import SamplingSpec
 from realsys.manager.client import RolloutSuperseded
 from realsys.manager.messages import (
     AllocateReply,
@@ -26,10 +32,12 @@ from realsys.manager.messages import (
     TouchReply,
     TouchRequest,
 )
-from realsys.rollout import worker_loop
-from realsys.rollout.group_player import Played
+from realsys.rollout import agents, worker_loop
+from realsys.rollout.group_player import GroupPlayer, Played
 from realsys.rollout.worker_loop import RolloutLoop, RolloutLoopParts, answer_of
 from realsys.types import Episode, Group, Row, Ticket
+from tests.support.data.data_rows import char_tokenizer, jsonl
+from tests.support.serving.rollout_fakes import FakeEngine, ScriptedAgent
 from tests.support.timelines.made_up import recording
 
 
@@ -88,6 +96,8 @@ class FakePrompts:
             raise DataError("train.jsonl:100: no good")
         return Prompt("a1=", "1", [2, 10, 4])
 
+    async def arrival(self, split, index): ...
+
 
 def row(route=()):
     mask = np.array([False, False, False, True, True])
@@ -129,8 +139,9 @@ class FakePlayer:
 
 
 class Bench:
-    def __init__(self, **options):
-        self.manager, self.player, self.prompts, self.pusher = FakeManager(), FakePlayer(), FakePrompts(), FakePusher()
+    def __init__(self, player=None, prompts=None, **options):
+        self.manager, self.pusher = FakeManager(), FakePusher()
+        self.player, self.prompts = player or FakePlayer(), prompts or FakePrompts()
         settings = {"max_groups": 2, "group_size": 2, **options}
         verifiers = SimpleNamespace(waiting=5, undecided=3, take_failures=lambda: {"raised": 3})
         self.stored = []
@@ -434,3 +445,117 @@ def test_attempt_leaves_its_spans(tmp_path):
     assert ("push", "8.0") not in own
     assert own["rollout", "7.0"].facts == {"kind": "train", "version": 3, "episodes": 2}
     assert [span.facts["tickets"] for span in spans() if "tickets" in span.facts] == [2]
+
+
+# ---- agents that the rows of a training script name: real prompts, agents and player
+
+
+class Counted(ScriptedAgent):
+    """An agent with ``calls`` calls per episode. ``built``: calls of each that was built, ``closed``: of the closed."""
+
+    built: ClassVar[list[int]] = []
+    closed: ClassVar[list[int]] = []
+
+    def __init__(self, parts, *, calls=2):
+        super().__init__(calls)
+        self.built.append(calls)
+
+    async def close(self):
+        self.closed.append(self.calls)
+
+
+class Other(Counted):
+    pass
+
+
+class Broken:
+    def __init__(self, parts):
+        raise ValueError("no licence")
+
+    async def run(self, task, session): ...
+
+
+@pytest.fixture
+def script(tmp_path):
+    """A trial whose script chooses the prompts: its rows, the agents, and options of a bench."""
+    Counted.built.clear()
+    Counted.closed.clear()
+    paths = TrialPaths(tmp_path)
+    paths.data.mkdir()
+    train = jsonl(tmp_path / "train.jsonl", [{"prompt": f"a{k}=", "answer": str(k)} for k in range(2)])
+    data = DataConfig(train=str(train), eval_fraction=0.0, order="script")
+    rollout = RolloutConfig(agent=f"{__name__}:Counted", agent_args={"calls": 1}, group_size=2)
+    config = Config(data=data, rollout=rollout, evaluation=EvalConfig(problems=0))
+    tokenizer = char_tokenizer(tmp_path / "model")
+    made = agents.AgentsOfRows(config, tokenizer, None)
+    player = GroupPlayer(made, FakeEngine(), SamplingSpec(max_new_tokens=9), 1000)
+    with SubmittedWriter(paths.submitted, data, 2) as writer:
+        yield writer, made, {"player": player, "prompts": PromptDataset(config, paths, tokenizer), "max_groups": 8}
+
+
+def test_row_is_played_by_the_agent_that_it_names(script):
+    """Each agent is built once, and only the trial's own has the arguments of the configuration."""
+    writer, made, options = script
+    own, other = f"{__name__}:Counted", f"{__name__}:Other"
+    numbers = writer.append([(0, ""), (1, other), ({"prompt": "a1=", "answer": "1"}, other), (1, own)])
+
+    async def body(bench, task):
+        bench.grant(*(ticket(k, prompt_index=number) for k, number in enumerate(numbers)))
+        outcomes = [(await bench.finish()).outcome for _ in numbers]
+        assert outcomes == ["accepted"] * 4
+        calls = {group.ticket.ticket_id: group.episodes[0].rows[0].loss_tokens // 3 for group in bench.pusher.groups}
+        assert calls == {"0": 1, "1": 2, "2": 2, "3": 1} and Counted.built == [1, 2]
+        await made.close()
+        assert Counted.closed == [1, 2]
+
+    bench_test(body, **options)
+
+
+@pytest.mark.parametrize(
+    ("agent", "reason"),
+    [
+        (f"{__name__}:Broken", "cannot be built: ValueError: no licence"),
+        ("no_such_module:Agent", "no module named 'no_such_module'"),
+        (f"{__name__}:FakePusher", "is not an agent: the class lacks run"),
+    ],
+)
+def test_agent_that_cannot_be_built_costs_its_rows(script, agent, reason):
+    """However many there are: the worker goes on with the others."""
+    writer, _, options = script
+    numbers = writer.append([(0, agent), (1, agent), (0, agent), (1, "")])
+
+    async def body(bench, task):
+        bench.grant(*(ticket(k, prompt_index=number) for k, number in enumerate(numbers)))
+        ends = {end.ticket_id: end for end in [await bench.finish() for _ in numbers]}
+        assert [ends[str(k)].outcome for k in range(4)] == ["failed", "failed", "failed", "accepted"]
+        assert all(ends[str(k)].reason.startswith(f"DataError: agent '{agent}' of the row: ") for k in range(3))
+        assert all(reason in ends[str(k)].reason for k in range(3))
+
+    bench_test(body, **options)
+
+
+def test_too_many_agents_of_rows_are_refused(script, monkeypatch):
+    writer, _, options = script
+    monkeypatch.setattr(agents, "MOST_AGENTS", 1)
+    numbers = writer.append([(0, f"{__name__}:Other"), (0, "multi_turn")])
+
+    async def body(bench, task):
+        ends = []
+        for k, number in enumerate(numbers):
+            bench.grant(ticket(k, prompt_index=number))
+            ends.append(await bench.finish())
+        assert [end.outcome for end in ends] == ["accepted", "failed"] and "rows have named 1 others" in ends[1].reason
+
+    bench_test(body, **options)
+
+
+def test_line_that_does_not_arrive_fails_its_ticket(script):
+    _, _, options = script
+    options["prompts"]._submitted = SubmittedLines(options["prompts"]._submitted.path, wait_s=0.0)
+
+    async def body(bench, task):
+        bench.grant(ticket(1, prompt_index=2))
+        end = await bench.finish()
+        assert end.outcome == "failed" and "submitted.jsonl: line 1 not found after a wait of 0 s" in end.reason
+
+    bench_test(body, **options)

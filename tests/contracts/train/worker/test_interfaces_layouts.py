@@ -27,8 +27,7 @@ TRAINED = {"actor": "actor_train", "critic": "critic_train"}
 CRITIC: dict[str, Any] = {
     "gamma": GAMMA,
     "lam": LAM,
-    "turn_rewards": True,
-    "turn_gamma": TURN_GAMMA,
+    "turn_rewards": TURN_GAMMA,
     "critic": {"enabled": True, "eps_clip": VALUE_CLIP, "value_norm": "moving"},
     "kl": {"coef": 0.5, "place": "reward"},  # the call's argument counts, not the setting
 }

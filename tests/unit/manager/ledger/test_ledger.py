@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from realsys.errors import LedgerError
 from realsys.manager.audit import Auditor
 from realsys.manager.ledger.events import (
+    MOST_SUBMITTED,
     Claimed,
     Dropped,
     Finished,
@@ -17,6 +18,7 @@ from realsys.manager.ledger.events import (
     Reissued,
     Resumed,
     RolledBack,
+    Submitted,
     TicketEvent,
     Trained,
 )
@@ -25,6 +27,7 @@ from realsys.manager.ledger.ledger import Ledger
 from realsys.manager.ledger.prompt_order import UNSEEN, Curriculum, PromptOrder, permutation
 from realsys.manager.ledger.staleness import StalenessBound
 from realsys.manager.ledger.ticket_history import PromptRates
+from realsys.manager.messages import BadCall
 from realsys.types import sampling_seed
 
 
@@ -375,3 +378,137 @@ def test_journal_leads_to_the_same_choices(plays, crash, epochs):
     for line, event in enumerate(trial.journal, 1):
         auditor.observe(event, line)
     assert not any(auditor.problems.values()), auditor.problems
+
+
+# ---- Prompts that the training script submits
+
+
+BY_SCRIPT = Opened(10, 1, 1000, 4, "train", 4, 0.0, order="script")
+
+
+def by_script(*events):
+    ledger = make()
+    for event in (BY_SCRIPT, *events):
+        ledger.apply(event)
+    return ledger
+
+
+def test_submitted_prompts_are_granted_in_their_order():
+    """Also numbers beyond the train split, and the same one twice. The seed decides nothing."""
+    ledger = by_script()
+    assert ledger.exhausted and ledger.grant("w", "1", 0, 0.0) is None
+    assert ledger.submit(0, [7, 3], 0.0) == Submitted(0, [7, 3], 0.0)
+    ledger.submit(2, [3, 10, 12], 0.0)
+    assert [grant(ledger).prompt_index for _ in range(5)] == [7, 3, 3, 10, 12]
+    assert ledger.exhausted and ledger.total_submitted == 5 and ledger.epoch == 0
+
+
+def test_repeated_submission_adds_only_what_is_new():
+    ledger = by_script()
+    ledger.submit(0, [7, 3, 5], 0.0)
+    grant(ledger)
+    assert ledger.submit(0, [7, 3, 5], 1.0) is None and ledger.submit(99, [], 1.0) is None
+    assert ledger.submit(1, [3, 5, 8], 1.0) == Submitted(3, [8], 1.0)
+    assert ledger.submit(0, [1, 3], 1.0) is None, "a granted position is not compared: a snapshot does not have it"
+    assert list(ledger.submitted) == [3, 5, 8]
+
+
+@pytest.mark.parametrize(
+    ("start", "prompts", "problem"),
+    [
+        (4, [1], "those from 3 on are missing"),
+        (0, [7, 3, 6], "prompt 6 is submitted at position 2, which has prompt 5"),
+        (3, [0] * (MOST_SUBMITTED - 1), "2 submitted prompts are not granted yet"),
+    ],
+)
+def test_submission_that_contradicts_the_ledger_is_refused(start, prompts, problem):
+    ledger = by_script(Submitted(0, [7, 3, 5], 0.0))
+    grant(ledger)
+    before = ledger.snapshot(0.0, [], {})
+    with pytest.raises(BadCall, match=problem):
+        ledger.submit(start, prompts, 0.0)
+    assert ledger.snapshot(0.0, [], {}) == before
+
+
+def test_seeded_order_takes_no_submission():
+    ledger = make()
+    ledger.bind(Opened(10, 1, 1000, 4, "train", 4, 0.0))
+    with pytest.raises(BadCall, match="data.order=script"):
+        ledger.submit(0, [1], 0.0)
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        Submitted(1, [4], 0.0),
+        Submitted(3, [4], 0.0),
+        Granted("0000000000", 0, 3, 0, "w", "1", 0, 0.0),  # the second one
+        Granted("0000000000", 0, 3, 1, "w", "1", 0, 0.0),
+        Opened(10, 1, 1000, 4, "train", 4, 1.0),  # its order would be that of the seed
+    ],
+    ids=str,
+)
+def test_event_of_another_sequence_is_refused(event):
+    ledger = by_script(Submitted(0, [7, 3], 0.0))
+    with pytest.raises(LedgerError):
+        ledger.apply(event)
+
+
+def test_another_trial_gets_all_that_is_not_trained():
+    """It does not have the sequence of this one: what was submitted and not granted is pending, too."""
+    ledger = by_script(Submitted(0, [7, 3, 12, 5], 0.0))
+    first, _ = grant(ledger), grant(ledger)
+    train(ledger, 1, [first.ticket_id])
+    position = ledger.position()
+    assert (position.cursor, position.pending, position.order) == (4, [3, 12, 5], "script")
+    other = make()
+    resume(other, cursor=position.cursor, pending=position.pending)
+    other.apply(BY_SCRIPT)
+    other.submit(4, [9], 0.0)
+    assert [grant(other).prompt_index for _ in range(4)] == [3, 12, 5, 9]
+
+
+def test_audit_finds_a_prompt_that_was_not_submitted():
+    auditor = Auditor()
+    wrong = Granted("0000000000", 0, 4, 0, "w", "1", 0, 0.0)
+    for line, event in enumerate([BY_SCRIPT, Submitted(0, [7], 0.0), Submitted(5, [7], 0.0), wrong], 1):
+        auditor.observe(event, line)
+    assert auditor.problems["prompts"] == [
+        "line 3: prompts submitted from position 5 on, and the next one is 1",
+        "line 4: ticket 0000000000: prompt 4 instead of 7",
+    ]
+
+
+SUBMISSIONS = st.lists(st.one_of(st.lists(st.integers(0, 20), max_size=4), st.just("grant"), st.just("lose")))
+
+
+@settings(deadline=None)
+@given(SUBMISSIONS, st.sets(st.integers(0, 40)))
+def test_each_submitted_prompt_is_granted_once_whatever_dies(steps, crashes):
+    """After a crash the call is made again, and the ledger comes from its journal or from a snapshot."""
+    ledger, journal, sequence, granted = by_script(), [BY_SCRIPT], [], []
+    for number, step in enumerate(steps):
+        if step == "grant":
+            events = [ledger.grant("w", "1", 0, 0.0)]
+            granted += [event for event in events if event is not None]
+        elif step == "lose":
+            events = ledger.lose(lambda ticket: ticket.state == "running", "worker lost", 1.0)
+        else:
+            sequence += step
+            start = len(sequence) - len(step)
+            events = [ledger.submit(start, step, 0.0)]
+        journal += [event for event in events if event is not None]
+        if number in crashes:
+            replayed, compacted, auditor = make(), make(), Auditor()
+            for line, event in enumerate(journal, 1):
+                replayed.apply(decode_record(encode_record(event)))  # type: ignore[arg-type]
+                auditor.observe(event, line)
+            snapshot = ledger.snapshot(0.0, [], {})
+            compacted.apply(decode_record(encode_record(snapshot)))  # type: ignore[arg-type]
+            assert replayed.snapshot(0.0, [], {}) == compacted.snapshot(0.0, [], {}) == snapshot
+            assert not any(auditor.problems.values()), auditor.problems
+            ledger, journal = (compacted, [snapshot]) if number % 2 else (replayed, journal)
+            if isinstance(step, list):
+                assert ledger.submit(start, step, 0.0) is None
+    new = [event.prompt_index for event in granted if event.attempt == 0]
+    assert new == sequence[: len(new)] and list(ledger.submitted) == sequence[len(new) :]

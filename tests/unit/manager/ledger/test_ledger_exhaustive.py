@@ -30,7 +30,8 @@ from tests.support.ledger.ledger_world import COPIER, Bounds, WorldState, bounds
 from tests.support.ledger.state_explorer import Violation, explore
 
 #: Everything that can go wrong once; two things that meet; larger batches; groups that grow too old; two workers; what
-#: is too old is trained, or its tokens are masked; a trial that was resumed; machines that lose unsynced records.
+#: is too old is trained, or its tokens are masked; a trial that was resumed; machines that lose unsynced records; a
+#: training script that submits the prompts.
 SMALL = [
     bounds(),
     bounds("fails_though_stored lapses_though_alive", prompts=1, steps=1, faults=2),
@@ -42,6 +43,8 @@ SMALL = [
     bounds("master_crashes", prompts=2, resumed=True),
     bounds("machine_fails"),
     bounds("manager_loses_its_tail", prompts=1, steps=1),
+    bounds("submits_twice crashes_in_submit rejected manager_restarts", script=True),
+    bounds("machine_fails", prompts=1, script=True),
 ]
 LARGE = [
     bounds(prompts=1, steps=1, faults=2),
@@ -66,7 +69,7 @@ EXPLORE = os.environ.get("REALSYS_EXPLORE") == "1"
 def test_no_reachable_state_breaks_an_invariant(chosen):
     found = explore(World(chosen), COPIER)
     print(f"{chosen}: {found.states} states, {found.transitions} transitions; ends: {found.finals}")
-    enough = chosen.prompts * chosen.epochs >= chosen.batch * chosen.steps
+    enough = chosen.script or chosen.prompts * chosen.epochs >= chosen.batch * chosen.steps
     assert ("tell_trained" in found.finals) == enough, "the trial can be trained to its end"
     assert chosen.kinds <= found.actions.keys(), "a fault that never happened"
 
@@ -165,9 +168,20 @@ def any_side(publish, servers, published):
     return publish(servers, published)
 
 
+def always_new(submit, ledger, start, prompts, now):
+    return submit(ledger, ledger.total_submitted, prompts, now)
+
+
+def not_taken(advance, ledger, event):
+    before = ledger.submitted.copy()
+    advance(ledger, event)
+    ledger.submitted = before
+
+
 LAPSE, CRASH, OLD = bounds("lapses_though_alive"), bounds("master_crashes"), SMALL[3]
 MASKED = bounds("", eta=1, prompts=3, steps=3, faults=0, policy="mask")
-ENDS, CLAIM, LOSES = SMALL[1], bounds("claims_twice"), SMALL[-1]
+ENDS, CLAIM, LOSES = SMALL[1], bounds("claims_twice"), SMALL[9]
+SCRIPT = bounds("submits_twice", prompts=1, steps=1, script=True)
 #: Defect, patch, bounds that reach it, part of the message.
 DEFECTS = [
     ("a drop gives no quota back", instead(Ledger, "drop", nothing), MASKED, "has ended"),
@@ -193,6 +207,8 @@ DEFECTS = [
     ("whatever arrived is trained", instead(Ledger, "claim", any_claim), ENDS, "in _claim"),
     ("a claim is not kept", instead(Ledger, "claim", not_kept), CLAIM, "but in truth"),
     ("what is claimed can be lost", instead(Ledger, "lose", claimed_too), bounds("dies"), "in _death_noticed"),
+    ("a repeated submission is new", instead(Ledger, "submit", always_new), SCRIPT, "repeated /submit"),
+    ("a submitted prompt is taken twice", instead(Ledger, "_advance", not_taken), SCRIPT, "in _check_prompts"),
     ("a claim is not replayed", instead(Ledger, "_apply_claimed", nothing), CLAIM, "but in truth"),
     (
         "nothing is synced",

@@ -164,9 +164,10 @@ def test_append_after_close_says_what_is_wrong(tmp_path):
 
 
 def history(seed, length=300):
-    """A random life of a ledger, event by event."""
+    """A random life of a ledger, event by event. With an odd seed a script submits the prompts."""
     rng, ledger, events = random.Random(seed), Ledger(PromptOrder(seed, 40), 2), []
-    opened = ledger.bind(Opened(40, seed, 4, 9, "drop", 2, 0.0))
+    order = "script" if seed % 2 else "shuffled"
+    opened = ledger.bind(Opened(40, seed, 4, 9, "drop", 2, 0.0, order=order))
     assert opened is not None
     events.append(opened)
     version, starts = 0, 0
@@ -175,6 +176,8 @@ def history(seed, length=300):
         some = [name for name in names if rng.random() < 0.3]
         match rng.choice(["grant", "grant", "grant", "finish", "finish", "train", "drop", "stale", "lose", "back"]):
             case "grant":
+                if seed % 2 and rng.random() < 0.4:
+                    events.append(ledger.submit(ledger.total_submitted, rng.choices(range(99), k=3), now))
                 events.append(ledger.grant("w", "1", version, now, f"r{now // 3}"))
             case "finish":
                 for name in some:

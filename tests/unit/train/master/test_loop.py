@@ -483,9 +483,10 @@ def test_exhausted_data_waits_for_outstanding_groups():
         assert [check.check(status("exhausted", **open_), ready=1) for _ in range(3)] == [None] * 3
 
 
-def test_staleness_and_missing_servers_are_waited_for():
+def test_staleness_servers_and_scripts_are_waited_for():
     check = StuckCheck(4, 10)
-    assert [check.check(status(reason), ready=0) for reason in ("staleness", "no_server", None) * 2] == [None] * 6
+    reasons = ("staleness", "no_server", "nothing_submitted", None) * 2
+    assert [check.check(status(reason), ready=0) for reason in reasons] == [None] * 8
 
 
 def test_only_failing_groups_end_the_wait():
