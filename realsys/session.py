@@ -18,12 +18,14 @@ Numbers of rows refer to the order of the batch. No torch, and nothing of the ru
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import inspect
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+import itertools
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -31,7 +33,7 @@ import numpy.typing as npt
 
 from realsys.agent_runner.contract import described
 from realsys.config.schema import Config
-from realsys.errors import ConfigError, RealsysError, ScriptError
+from realsys.errors import ConfigError, RealsysError, ScriptError, WaitTimeout
 from realsys.types import ARRAY_KEYS, SampleMeta
 
 # ---- what goes between a script and the MasterWorker
@@ -53,6 +55,16 @@ class ScriptCall(msgspec.Struct):
     settings: dict[str, Any] = {}
     lr: float | None = None
     allow_stale: bool = False
+
+
+class Submitted(msgspec.Struct):
+    """Rows that the script has submitted in this trial: of all of them ``queued`` wait to be granted, ``open`` are
+    rolled out, the others have ended or wait to be trained.
+    """
+
+    total: int
+    queued: int
+    open: int
 
 
 class RowArrays(msgspec.Struct):
@@ -92,6 +104,7 @@ CALLS: dict[str, Any] = {
     **dict.fromkeys(("next_step", "publish"), int),
     "prepare": BatchInfo | None,
     "select": BatchInfo,
+    "submit": Submitted,
     "rows": list[RowArrays],
     "evaluate": dict[str, float | None],
     **dict.fromkeys(("update", "call"), dict[str, dict[str, float]]),
@@ -102,7 +115,7 @@ FINISH = "finish"  #: the script has ended
 #: Carries out a method of ``realsys.train.master.session.MasterSession``: its name and its arguments -> its result
 Call = Callable[..., Any]
 Stats = dict[str, float]
-Form = TypeVar("Form")
+_TOP_UP_S = 2.0  # between two looks whether rows of the data are needed while a batch is awaited
 
 
 # ---- batches
@@ -268,16 +281,65 @@ def name_of(function: Callable[..., Any]) -> str:
 class Rollout:
     """The agents: groups of episodes, sampled all the time, within the staleness bound."""
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: Call, batch_groups: int) -> None:
         self._call = call
+        self._batch_groups = batch_groups
+        self._data: Iterable[Any] | None = None
+        self._rows: Iterator[Any] = iter(())
+        self._taken = 0  # rows of the data so far
+        self._last: list[Any] = []  # the last of them
 
-    def prepare_batch(self) -> Batch | None:
-        """Wait for ``train.batch_groups`` groups, the oldest first; None if the prompts are used up.
+    def prepare_batch(self, data: Iterable[Any] | None = None, agent: str = "") -> Batch | None:
+        """Wait for ``train.batch_groups`` groups, the oldest first; None if the prompts, or ``data``, are used up.
 
-        Raises StuckError if no group can come any more, Stopped.
+        ``data``: rows as for ``submit``, which are submitted as they are needed (``data.order=script``). Call it with
+        the same object each time. It must begin with the same rows whenever the script begins again: those that were
+        submitted before are passed over. Raises StuckError if no group can come any more, Stopped.
         """
-        info = self._call("prepare", 0, 0.0)
-        return None if info is None else Batch(self._call, info)
+        if data is None:
+            info = self._call("prepare", 0, 0.0)
+            return None if info is None else Batch(self._call, info)
+        if self._data is not data:
+            self._taken, self._last = self.submitted, []
+            self._data, self._rows = data, itertools.islice(iter(data), self._taken, None)
+        while True:
+            left = self._top_up(agent)
+            with contextlib.suppress(WaitTimeout):
+                return Batch(self._call, self._call("prepare", 0, _TOP_UP_S))
+            if not left:
+                return None
+
+    def _top_up(self, agent: str) -> bool:
+        """Submit rows of the data until two batches are queued; False if none is left, queued or rolled out."""
+        known: Submitted = self._call("submit", [])
+        unsubmitted = max(0, self._taken - known.total)  # a call before may have failed
+        self._last = self._last[len(self._last) - unsubmitted :]
+        more = list(itertools.islice(self._rows, max(0, 2 * self._batch_groups - known.queued - unsubmitted)))
+        self._last += more
+        self._taken += len(more)
+        if self._last:
+            self.submit_all(self._last, agent)
+        return bool(self._last) or known.queued > 0 or known.open > 0
+
+    @property
+    def submitted(self) -> int:
+        """Rows that were ever submitted in this trial, also before a recovery: a script goes on with the next one."""
+        known: Submitted = self._call("submit", [])
+        return known.total
+
+    def submit(self, row: int | Mapping[str, Any], agent: str = "") -> int:
+        """Submit a row to be rolled out, after those before it; return the number of rows ever submitted.
+
+        ``row``: number of a prompt of ``data.train``, or a new row in its layout (``prompt``, ``answer``, ...).
+        ``agent``: a name for ``rollout.agent`` that plays this row alone. Needs ``data.order=script``. What is
+        submitted is trained or dropped once, whatever is killed. Raises DataError, ConfigError.
+        """
+        return self.submit_all([row], agent)
+
+    def submit_all(self, rows: Sequence[int | Mapping[str, Any]], agent: str = "") -> int:
+        """Submit rows; return the number of rows ever submitted. Raises as ``submit``: then none of them is."""
+        known: Submitted = self._call("submit", [(row if isinstance(row, int) else dict(row), agent) for row in rows])
+        return known.total
 
     def wait(self, groups: int, timeout: float = 0.0) -> Batch | None:
         """Wait for ``groups`` groups, for ``timeout`` seconds (0: as long as groups can come); None if the prompts are
@@ -300,7 +362,7 @@ class Session:
         self._call = call
         self.config = config
         self.folder = folder
-        self.rollout = Rollout(call)
+        self.rollout = Rollout(call, config.train.batch_groups)
 
     def __getattr__(self, name: str) -> Role:
         """Return the model of a role."""

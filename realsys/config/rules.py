@@ -329,6 +329,9 @@ def _check_data(config: Config) -> None:
     data = config.data
     held_out = [made for made in evaluation_sets(config).values() if made.split == HELD_OUT]
     if data.order == "script":
+        if config.train.loop in ("train", "evaluate"):
+            problem = "needs a loop that submits rows: set train.loop=FILE.py, or use realsys.Session"
+            raise ConfigError("data.order", "script", problem)
         chosen = "must be {} with data.order=script: the training script chooses the prompts"
         if config.train.total_epochs:
             raise ConfigError("train.total_epochs", config.train.total_epochs, chosen.format(0))

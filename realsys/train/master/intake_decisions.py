@@ -348,12 +348,15 @@ class StuckCheck:
         if failed >= self._bound:
             last = f"; the last one: {ledger['last_failure']}" if ledger.get("last_failure") else ""
             return f"none arrived while {failed} groups were dropped (dropped so far: {reasons}{last})"
+        reason = status["admission"]["reason"]
         used_up = (
-            status["admission"]["reason"] == "exhausted"
+            reason in ("exhausted", "nothing_submitted")
             and not ledger["running"]
             and not ledger["waiting"]
             and ledger["finished"] <= ready < self._batch_groups
         )
+        if used_up and self._suspected and reason == "nothing_submitted":
+            return f"the script has submitted no more than {ledger['granted']} rows, and all have ended: submit others"
         if used_up and self._suspected:
             self.is_end = ledger["trained"] > 0
             ended = (

@@ -30,6 +30,7 @@ from realsys.config.evaluation_sets import evaluation_sets, id_of_set
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.data.prompts import DemoDataset, PromptDataset, dataset_files
+from realsys.data.submitted import SubmittedWriter
 from realsys.data.tokenizer import TextTokenizer
 from realsys.errors import StreamError
 from realsys.manager.client import ManagerClient
@@ -105,6 +106,7 @@ class MasterRun:
                 devices=parts.devices,
                 workers=parts.workers,
                 tokenizer=parts.tokenizer,
+                open_submitted=lambda: SubmittedWriter(ctx.paths.submitted, config.data, parts.train_prompts),
             ),
             hf_folder=ctx.paths.root / "hf",
             total_steps=parts.total_steps,
@@ -301,6 +303,7 @@ class MasterParts:
     """The parts that the phases of a run use.
 
     total_steps  train steps of the whole run
+    train_prompts  prompts of the train split
     world_size   number of ModelWorkers
     meshes       role -> its mesh
     costs        role -> cost of one of its sequences
@@ -310,6 +313,7 @@ class MasterParts:
     connections: Connections
     status: RunStatus
     total_steps: int
+    train_prompts: int
     world_size: int
     flow: Dataflow
     meshes: Mapping[str, Mesh]
@@ -340,7 +344,8 @@ def build_parts(ctx: WorkerContext, connections: Connections) -> MasterParts:
     # The actor has a mesh even if no call of the dataflow is its own: the warm-up trains it.
     meshes = place(allocation, dict.fromkeys([ACTOR, *flow.roles]))
     tokenizer = TextTokenizer(model_dir(config, paths, ACTOR))
-    total_steps = planned_steps(config, PromptDataset(config, paths, tokenizer).size("train"))
+    train_prompts = PromptDataset(config, paths, tokenizer).size("train")
+    total_steps = planned_steps(config, train_prompts)
     stream = RoutedStream(connections.stream, routing_table(meshes))
     workers = ModelWorkers(stream, meshes, config.cluster.request_timeout_s)
     arguments = CallArguments(config, flow, total_steps)
@@ -361,6 +366,7 @@ def build_parts(ctx: WorkerContext, connections: Connections) -> MasterParts:
         connections=connections,
         status=RunStatus(ctx, connections.step_log),
         total_steps=total_steps,
+        train_prompts=train_prompts,
         world_size=allocation.workers,
         flow=flow,
         meshes=meshes,

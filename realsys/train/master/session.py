@@ -29,23 +29,24 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 
 from realsys.algorithm.token_losses import StepLosses
-from realsys.cluster.aio import first_completed, run_beside, unless
+from realsys.cluster.aio import first_completed, on_disk, run_beside, unless
 from realsys.cluster.failpoint import failpoint
 from realsys.config.dataflow import Dataflow, script_call
 from realsys.config.doors import LOSS
 from realsys.config.evaluation_sets import evaluation_sets, id_of_set, set_of_id
 from realsys.config.schema import Config
+from realsys.data.submitted import SubmittedWriter
 from realsys.data.tokenizer import TextTokenizer
 from realsys.errors import ConfigError, PromptsUsedUp, StaleBatch, Stopped, WaitTimeout
 from realsys.manager.client import ManagerClient
 from realsys.manager.ledger.tickets import ticket_ranges
-from realsys.manager.messages import TrainedRequest
+from realsys.manager.messages import MAX_TICKETS, SubmitRequest, TrainedRequest
 from realsys.model_calls import PPO, ReadRequest
 from realsys.observe import spans
 from realsys.observe.signal import DriftWatch, SignalWatch
 from realsys.observe.spans import span
 from realsys.observe.step_log import USED_UP
-from realsys.session import BatchInfo, RowArrays, ScriptCall
+from realsys.session import BatchInfo, RowArrays, ScriptCall, Submitted
 from realsys.train.master.devices import Devices
 from realsys.train.master.executor import CallResult
 from realsys.train.master.intake import Intake
@@ -123,7 +124,8 @@ class Checkpointer(Protocol):
 class SessionParts:
     """The collaborators of a MasterSession.
 
-    ``show`` puts fields of the last step on the manager's status page.
+    ``show`` puts fields of the last step on the manager's status page. ``open_submitted`` opens the file of the rows
+    that the script submits.
     """
 
     runner: StepRunner
@@ -139,6 +141,7 @@ class SessionParts:
     devices: Devices
     workers: ModelWorkers
     tokenizer: TextTokenizer
+    open_submitted: Callable[[], SubmittedWriter]
 
 
 class _Watch:
@@ -217,6 +220,9 @@ class MasterSession:
         self._last_batch = 0
         self._calling = 0  # calls of the script that are carried out now
         self._over = False
+        self._submitting = asyncio.Lock()
+        self._submitted: SubmittedWriter | None = None
+        self._timeout_s = config.cluster.request_timeout_s
 
     async def run(self, script: Callable[[], Awaitable[object]], done: int = 0) -> int:
         """Run ``script`` from step ``done`` to its end, or until ``stop`` is set; return the steps done.
@@ -323,6 +329,26 @@ class MasterSession:
         failpoint("master.batch", at=step.number)
         held = parts.runner.hold(batch.groups)
         return self._add(_Held(held, batch, held, self._done))
+
+    async def submit(self, rows: list[tuple[int | dict[str, Any], str]]) -> Submitted:
+        """Submit rows, each with the name of its agent ("": the trial's); without rows only count.
+
+        They are durable when this returns. Raises DataError, which names the row, and ConfigError.
+        """
+        if self._config.data.order != "script":
+            problem = "the run takes the rows in a shuffled order: set data.order=script to submit them"
+            raise ConfigError("data.order", self._config.data.order, problem)
+        async with self._submitting:
+            if self._submitted is None:
+                self._submitted = await on_disk("submitted rows", self._timeout_s, self._parts.open_submitted)
+            append = self._submitted.append
+            numbers = await on_disk("submitted rows", self._timeout_s, lambda: append(rows)) if rows else []
+            reply = await self._parts.manager.submit(SubmitRequest(self._incarnation))
+            for begin in range(0, len(numbers), MAX_TICKETS):
+                request = SubmitRequest(self._incarnation, reply.total, numbers[begin : begin + MAX_TICKETS])
+                reply = await self._parts.manager.submit(request)
+        ledger = (await self._parts.manager.status())["ledger"]
+        return Submitted(reply.total, reply.total - reply.cursor, ledger["running"] + ledger["waiting"])
 
     async def select(self, batch: int, sample_ids: list[str], rewards: list[float]) -> BatchInfo:
         """Return a part of a batch: these rows, and with ``rewards`` others than the verifier's. The arrays are shared.

@@ -6,6 +6,7 @@ What writes to disk is a hand-written fake.
 import asyncio
 import functools
 import os
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from realsys.cluster.topology import place
 from realsys.config.allocation import parse_allocation
 from realsys.config.dataflow import SOURCE_KEYS, dataflow_of
 from realsys.config.schema import Config
+from realsys.data.submitted import SubmittedWriter
 from realsys.errors import WeightsError
 from realsys.manager.decisions import ManagerSettings, ManagerState
 from realsys.manager.messages import (
@@ -209,6 +211,7 @@ class Run:
             devices=Devices(unused, unused, incarnation="", timeout_s=BOUND_S, shared=False),
             workers=self.workers,
             tokenizer=None,  # type: ignore[arg-type]
+            open_submitted=lambda: SubmittedWriter(Path(tempfile.mkdtemp()) / "rows", config.data, prompts),
             **parts,
         )
         total_steps = config.train.total_steps

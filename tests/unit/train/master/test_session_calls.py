@@ -9,8 +9,8 @@ import threading
 import numpy as np
 import pytest
 
-from realsys.errors import ConfigError, ScriptError, StaleBatch, Stopped, WaitTimeout
-from realsys.session import name_of
+from realsys.errors import ConfigError, ScriptError, SessionLost, StaleBatch, Stopped, WaitTimeout
+from realsys.session import BatchInfo, Rollout, Submitted, name_of
 from tests.support.training.master_fakes import Run, run
 
 CRITIC = ("train.ppo.critic.enabled=true", "train.ppo.skip_zero_advantage=false")
@@ -257,3 +257,71 @@ def test_function_is_named_by_its_file():
     assert name_of(by_hand) == f"{__name__}:by_hand"
     with pytest.raises(ConfigError, match="at the top of a file"):
         name_of(lambda inputs: inputs)
+
+
+# ---- rows of the script
+
+
+class Trial:
+    """What a rollout of a session meets: ``known`` rows were submitted, ``failures`` calls fail after they are done."""
+
+    def __init__(self, known=0):
+        self.rows, self.waits, self.failures = [None] * known, 0, 0
+        self.queued = self.open = 0
+
+    def call(self, method, *args):
+        if method == "prepare":
+            self.waits += 1
+            self.queued = max(0, self.queued - 2)
+            if self.waits % 2:
+                raise WaitTimeout("no group")
+            return BatchInfo(self.waits, 0, [])
+        assert method == "submit"
+        self.rows += [row for row, _ in args[0]]
+        self.queued += len(args[0])
+        if args[0] and self.failures:
+            self.failures -= 1
+            raise SessionLost("the trainer was started anew")
+        return Submitted(len(self.rows), self.queued, self.open)
+
+
+def test_rows_of_data_are_submitted_as_they_are_needed_and_once():
+    trial, data = Trial(), [{"prompt": str(number)} for number in range(11)]
+    rollout = Rollout(trial.call, batch_groups=2)
+    trial.failures = 1
+    with pytest.raises(SessionLost):
+        rollout.prepare_batch(data)
+    assert trial.rows == data[:4], "two batches"
+    assert rollout.prepare_batch(data) is not None
+    again = Rollout(trial.call, batch_groups=2)  # another start of the script, with a generator of the same rows
+    rows = (dict(row) for row in data)
+    while again.prepare_batch(rows) is not None:
+        trial.open = 0
+    assert trial.rows == data
+
+
+def test_row_that_was_pulled_and_not_submitted_is_submitted_later():
+    trial, data = Trial(), list(range(6))
+    refuse = [True]
+
+    def call(method, *args):
+        if method == "submit" and args[0] and refuse.pop():
+            refuse.append(False)
+            raise SessionLost("before it was done")
+        return trial.call(method, *args)
+
+    rollout, rows = Rollout(call, batch_groups=1), iter(data)
+    with pytest.raises(SessionLost):
+        rollout.prepare_batch(rows)
+    refuse[:] = [False] * 99
+    while rollout.prepare_batch(rows) is not None:
+        pass
+    assert trial.rows == data
+
+
+def test_submission_needs_the_order_of_the_script():
+    def script(session):
+        with pytest.raises(ConfigError, match="data.order='shuffled': .*set data.order=script"):
+            session.rollout.submit(3)
+
+    trained_by(script)
