@@ -50,6 +50,18 @@ def test_programs_train_one_after_the_other(tmp_path):
     assert len(divergence) == 4 and divergence[-1] < divergence[0]
 
 
+def test_script_makes_its_rows(tmp_path):
+    root = tmp_path / "runs" / "arith" / "rows"
+    argv = program("curriculum.py", root, "train.total_epochs=0")
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=BOUND_S)
+    assert done.returncode == 0, done.stdout + done.stderr
+    steps = Job(root, 0, done.stdout, done.stderr).records("train")
+    assert [step["version"] for step in steps] == [1, 2, 3, 4] and all(step["script"]["digits"] >= 2 for step in steps)
+    rows = TrialPaths(root).submitted.read_text("utf-8").splitlines()
+    assert 32 <= len(rows) <= 100 and len(set(rows)) > 16
+    assert "every check holds" in command("audit", root).stdout
+
+
 def test_program_is_killed_and_goes_on(tmp_path):
     """The run that it leaves stops with a checkpoint; nothing is lost, and nothing trained twice."""
     root, chance = tmp_path / "runs" / "arith" / "killed", random.Random(7)
