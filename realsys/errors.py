@@ -9,6 +9,7 @@ RealsysError
 │   ├── KeyMissing        the key does not exist
 │   └── KeyExists         the key exists and replace was not set
 ├── WaitTimeout           a wait reached its time limit; the message names the awaited thing
+│   └── TooFewGroups      `session.rollout.wait` reached the time limit of the script
 ├── StreamError           a message could not be sent, or a peer answered with an error
 │   └── RemoteError       the peer's handler raised; carries its traceback
 ├── DecodeError           bytes that are not a message of realsys
@@ -100,6 +101,10 @@ class KeyExists(NameStoreError):
 
 class WaitTimeout(RealsysError):
     """A wait reached its time limit. The message names the awaited thing and the limit."""
+
+
+class TooFewGroups(WaitTimeout):
+    """The groups that a training script waits for have not arrived in its time. They are kept for its next wait."""
 
 
 class StreamError(RealsysError):

@@ -33,7 +33,7 @@ import numpy.typing as npt
 
 from realsys.agent_runner.contract import described
 from realsys.config.schema import Config
-from realsys.errors import ConfigError, RealsysError, ScriptError, WaitTimeout
+from realsys.errors import ConfigError, RealsysError, ScriptError, TooFewGroups
 from realsys.types import ARRAY_KEYS, SampleMeta
 
 # ---- what goes between a script and the MasterWorker
@@ -115,6 +115,7 @@ FINISH = "finish"  #: the script has ended
 #: Carries out a method of ``realsys.train.master.session.MasterSession``: its name and its arguments -> its result
 Call = Callable[..., Any]
 Stats = dict[str, float]
+_ROWS = 64  # rows of one call: they are held in memory several times
 _TOP_UP_S = 2.0  # between two looks whether rows of the data are needed while a batch is awaited
 
 
@@ -183,7 +184,9 @@ class Batch:
         rows. Raises ConfigError for an unknown key.
         """
         chosen = [self.samples[number] for number in (range(len(self)) if only is None else only)]
-        found = self._call("rows", self.number, [sample.sample_id for sample in chosen], list(keys))
+        ids = [sample.sample_id for sample in chosen]
+        parts = (ids[begin : begin + _ROWS] for begin in range(0, len(ids), _ROWS))
+        found = [row for part in parts for row in self._call("rows", self.number, part, list(keys))]
 
         def array(key: str, values: list[Any]) -> npt.NDArray[Any]:
             return np.array(values, ARRAY_KEYS[key][0])
@@ -304,7 +307,7 @@ class Rollout:
             self._data, self._rows = data, itertools.islice(iter(data), self._taken, None)
         while True:
             left = self._top_up(agent)
-            with contextlib.suppress(WaitTimeout):
+            with contextlib.suppress(TooFewGroups):
                 return Batch(self._call, self._call("prepare", 0, _TOP_UP_S))
             if not left:
                 return None
@@ -343,7 +346,7 @@ class Rollout:
 
     def wait(self, groups: int, timeout: float = 0.0) -> Batch | None:
         """Wait for ``groups`` groups, for ``timeout`` seconds (0: as long as groups can come); None if the prompts are
-        used up. Raises WaitTimeout; the groups that have arrived by then are kept for the next call.
+        used up. Raises TooFewGroups; the groups that have arrived by then are kept for the next call.
         """
         if groups < 1:
             raise ConfigError("groups", groups, "must be at least 1")

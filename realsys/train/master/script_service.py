@@ -25,9 +25,9 @@ from realsys.cluster.aio import run_beside
 from realsys.cluster.files import write_durably
 from realsys.cluster.http_server import Admission, Guard, HttpServer
 from realsys.cluster.worker import WorkerContext
-from realsys.errors import MALFORMED, ConfigError, RealsysError
+from realsys.errors import MALFORMED, ConfigError
 from realsys.session import CALLS, FINISH, CallReply, CallRequest, SessionAddress
-from realsys.train.master.session import MasterSession
+from realsys.train.master.session import OF_THE_SCRIPT, MasterSession
 
 log = logging.getLogger(__name__)
 
@@ -88,8 +88,11 @@ async def serve(session: MasterSession, ctx: WorkerContext) -> None:
             reply = await service.call(decoder.decode(await request.body()))
         except MALFORMED as error:
             return Response(msgspec.json.encode({"error": str(error)}), 400)
-        except RealsysError as error:
+        except OF_THE_SCRIPT as error:
             reply = CallReply(done=True, error=type(error).__name__, message=str(error))
+        except Exception:
+            await asyncio.Event().wait()  # the run ends, and the script learns why from its launcher
+            raise
         return Response(msgspec.msgpack.encode(reply), media_type="application/msgpack")
 
     app = Guard(

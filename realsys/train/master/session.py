@@ -37,7 +37,7 @@ from realsys.config.evaluation_sets import evaluation_sets, id_of_set, set_of_id
 from realsys.config.schema import Config
 from realsys.data.submitted import SubmittedWriter
 from realsys.data.tokenizer import TextTokenizer
-from realsys.errors import ConfigError, PromptsUsedUp, StaleBatch, Stopped, WaitTimeout
+from realsys.errors import ConfigError, DataError, PromptsUsedUp, StaleBatch, Stopped, TooFewGroups
 from realsys.manager.client import ManagerClient
 from realsys.manager.ledger.tickets import ticket_ranges
 from realsys.manager.messages import MAX_TICKETS, SubmitRequest, TrainedRequest
@@ -84,6 +84,8 @@ STATUS_FIELDS = (
 LARGE_WEIGHT = 100.0
 #: wait for a script that is to stop, after its last call; then the run is saved and ends without it
 _LAST_CALL_S = 2.0
+#: errors of calls after which a script may go on
+OF_THE_SCRIPT = (ConfigError, DataError, StaleBatch, Stopped, TooFewGroups)
 
 
 class Onset:
@@ -219,6 +221,7 @@ class MasterSession:
         self._batches: dict[int, _Held] = {}
         self._last_batch = 0
         self._calling = 0  # calls of the script that are carried out now
+        self._failed: asyncio.Future[None] | None = None  # by an error of a call that is no mistake of the script
         self._over = False
         self._submitting = asyncio.Lock()
         self._submitted: SubmittedWriter | None = None
@@ -258,18 +261,23 @@ class MasterSession:
 
     async def _until_over(self, script: Awaitable[object]) -> None:
         """Wait for the end of the script, or after the request to stop until it has made no call for a while."""
-        running, stop = asyncio.ensure_future(script), asyncio.ensure_future(self._stop.wait())
+        self._failed = asyncio.get_running_loop().create_future()
+        running: asyncio.Future[Any] = asyncio.ensure_future(script)
+        stop = asyncio.ensure_future(self._stop.wait())
         try:
-            await first_completed([running, stop])
-            while not running.done():
-                await asyncio.wait({running}, timeout=_LAST_CALL_S)
+            ends: list[asyncio.Future[Any]] = [running, self._failed]
+            await first_completed([*ends, stop])
+            while not any(end.done() for end in ends):
+                await asyncio.wait(ends, timeout=_LAST_CALL_S, return_when=asyncio.FIRST_COMPLETED)
                 if not running.done() and not self._calling:
                     log.warning("the training script does not end: it has made no call for %g s", _LAST_CALL_S)
                     return
-            running.result()
+            for end in reversed(ends):
+                if end.done():
+                    end.result()
         finally:
-            running.cancel()
-            stop.cancel()
+            for future in (running, stop, self._failed):
+                future.cancel()
             await asyncio.wait({running, stop})
 
     def perform(self, method: str, *args: Any) -> Coroutine[Any, Any, Any]:
@@ -282,6 +290,11 @@ class MasterSession:
         self._calling += 1
         try:
             return await work
+        except Exception as error:
+            # Whatever the script makes of it, the run ends: a rank may be lost, or another trainer has taken over.
+            if not isinstance(error, OF_THE_SCRIPT) and self._failed is not None and not self._failed.done():
+                self._failed.set_exception(error)
+            raise
         finally:
             self._calling -= 1
 
@@ -302,7 +315,7 @@ class MasterSession:
     async def prepare(self, groups: int, timeout_s: float) -> BatchInfo | None:
         """Wait for ``groups`` groups (0: ``train.batch_groups``), and claim them; None if the prompts are used up.
 
-        Filters and failures may take so many that the planned steps cannot all be trained. Raises WaitTimeout after
+        Filters and failures may take so many that the planned steps cannot all be trained. Raises TooFewGroups after
         ``timeout_s`` (0: the bounds of a run alone), StuckError.
         """
         self._check_stop()
@@ -322,7 +335,7 @@ class MasterSession:
             return None
         self._check_stop()
         if batch is None:
-            raise WaitTimeout(
+            raise TooFewGroups(
                 f"{groups or self._config.train.batch_groups} groups did not arrive within {timeout_s:g} s"
             )
         step.seconds["wait"] += time.perf_counter() - begin
@@ -408,6 +421,8 @@ class MasterSession:
     async def drop(self, batch: int, reason: str) -> None:
         """Give up a batch that was claimed: none of its tickets will be trained."""
         held = self._held(batch)
+        if any(self._batches[number].whole is held.whole for number in self._step.trained):
+            raise ConfigError("batch", batch, "has been trained in this step: it cannot be dropped")
         label = f"script: {reason}"
         dropped = [(ticket, label) for ticket in held.source.tickets]
         request = TrainedRequest(self._done, self._done, dropped=dropped, incarnation=self._incarnation)
@@ -510,7 +525,8 @@ class MasterSession:
             for name, [values] in zip(names, reply.arrays, strict=True):
                 found[name][key] = values
         decode = self._parts.tokenizer.decode
-        return [RowArrays(name, decode(arrays["tokens"]), arrays) for name, arrays in found.items()]
+        texts = await asyncio.to_thread(lambda: [decode(arrays["tokens"]) for arrays in found.values()])
+        return [RowArrays(name, text, arrays) for (name, arrays), text in zip(found.items(), texts, strict=True)]
 
     # -- behind the calls ----------------------------------------------------------------------------------------------
 

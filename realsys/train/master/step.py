@@ -107,6 +107,7 @@ class StepRunner:
         # its arrays.
         recorded = [recording.end(results)] if recording else []
         await asyncio.gather(self.clear(batch), *recorded)
+        batch.keys.clear()
         return results
 
     async def call(

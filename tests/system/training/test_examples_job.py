@@ -167,3 +167,11 @@ def test_backend_that_echoes_serves_a_whole_job(outside, tmp_path):
     check_staleness(job, eta=4)
     check_ledger(job, batch_groups=8, eta=4, prompts=400)
     assert processes_of(job.root) == []
+
+
+def test_loop_of_the_examples_is_a_program(outside, tmp_path):
+    root = tmp_path / "runs" / "arith" / "loop"
+    own = [f"fileroot={tmp_path / 'runs'}", "trial=loop", "warmup.steps=4", "evaluation.problems=0"]
+    program = [sys.executable, "-P", str(outside / "mine" / "loops" / "best_of_n.py"), *SMALL_ARITH, *own]
+    job = run_outside(outside, root, program)
+    assert [step["version"] for step in job.records("train")] == [1, 2, 3, 4] or job.records("used_up")

@@ -9,7 +9,7 @@ import threading
 import numpy as np
 import pytest
 
-from realsys.errors import ConfigError, ScriptError, SessionLost, StaleBatch, Stopped, WaitTimeout
+from realsys.errors import ConfigError, ScriptError, SessionLost, StaleBatch, Stopped, TooFewGroups
 from realsys.session import BatchInfo, Rollout, Submitted, name_of
 from tests.support.training.master_fakes import Run, run
 
@@ -170,7 +170,7 @@ def test_wrong_orders_and_names_are_refused():
 def test_wait_ends_after_its_time_and_keeps_what_has_arrived():
     def script(session):
         next(session.steps())
-        with pytest.raises(WaitTimeout, match=r"3 groups did not arrive within 0\.01 s"):
+        with pytest.raises(TooFewGroups, match=r"3 groups did not arrive within 0\.01 s"):
             session.rollout.wait(3, timeout=0.01)
         assert len(session.rollout.wait(2).groups) == 2
 
@@ -274,7 +274,7 @@ class Trial:
             self.waits += 1
             self.queued = max(0, self.queued - 2)
             if self.waits % 2:
-                raise WaitTimeout("no group")
+                raise TooFewGroups("no group")
             return BatchInfo(self.waits, 0, [])
         assert method == "submit"
         self.rows += [row for row, _ in args[0]]
