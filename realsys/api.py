@@ -227,7 +227,9 @@ class Session(session.Session):
         self._paths = paths
         self._address = self._read_address()  # of an earlier start
         self._number = itertools.count(1)
-        self._errors = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115 (closed in close)
+        self._said = ""  # by the run on stderr
+        self._asked: CallRequest | None = None  # the call that has no reply yet
+        self._errors = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115 (closed in _end)
         self._process = _started([*words, "--while-stdin"], self._errors)
         self._printer = threading.Thread(target=_print_lines, args=(self._process, quiet), daemon=True)
         self._printer.start()
@@ -235,6 +237,7 @@ class Session(session.Session):
         self._thread = threading.Thread(target=self._loop.run_forever, name="session", daemon=True)
         self._thread.start()
         self._client: HttpClient | None = None
+        self._train: Callable[[Any], Any] | None = None
         try:
             self._connect()
             super().__init__(self._carry_out, read_config(self._paths.config), self._paths.root)
@@ -244,6 +247,7 @@ class Session(session.Session):
 
     def run(self, train: Callable[[Any], Any]) -> None:
         """Run a training loop: plain, or a coroutine function. When the trainer was started anew, run it again."""
+        self._train = train
         while True:
             try:
                 return session.run_script(train, self, getattr(train, "__qualname__", "the training loop"))
@@ -252,9 +256,16 @@ class Session(session.Session):
 
     def close(self) -> Trial:
         """End training: evaluate, export, end all processes. Raises RealsysError if that fails."""
-        if self._process.poll() is None:
-            with contextlib.suppress(SessionLost):
+        while self._process.poll() is None:
+            try:
                 self._carry_out(session.FINISH)
+                while self._process.poll() is None:
+                    time.sleep(_POLL_S)
+                    self._check_start()
+            except SessionLost as lost:  # steps after the last checkpoint are lost, too
+                print(f"realsys: {lost}", flush=True)
+                if self._train is not None:
+                    self.run(self._train)
         self._end()
         return Trial(self._paths.root)
 
@@ -273,7 +284,7 @@ class Session(session.Session):
             self._process.send_signal(signal.SIGINT)
         with contextlib.suppress(RealsysError):
             self._end()
-        print(_text(self._errors), end="")
+        print(self._said, end="")
 
     def _end(self) -> None:
         """Wait for the end of the run, which has its own bounds. Raises its failure, when it is called first."""
@@ -281,6 +292,8 @@ class Session(session.Session):
         self._printer.join()
         if self._loop.is_closed():
             return
+        failure = self._failure()
+        self._errors.close()
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.close()
         self._process.stdout.close()
@@ -290,12 +303,13 @@ class Session(session.Session):
         self._thread.join()
         self._loop.close()
         if code:
-            raise self._failure()
+            raise failure
 
     def _failure(self) -> RealsysError:
+        """Return the error of the run, which has ended."""
         code = self._process.wait()
-        text = _text(self._errors)
-        return Stopped(text.strip() or "the run was stopped") if code in _STOPPED else _failure(text, code)
+        self._said = _text(self._errors)
+        return Stopped(self._said.strip() or "the run was stopped") if code in _STOPPED else _failure(self._said, code)
 
     def _read_address(self) -> SessionAddress | None:
         try:
@@ -305,29 +319,43 @@ class Session(session.Session):
 
     def _connect(self) -> None:
         """Wait for the MasterWorker of a new start. Raises the failure of the run if it ends before."""
-        while (address := self._read_address()) is None or address == self._address:
+        while not self._is_new_start():
             if self._process.poll() is not None:
                 raise self._failure()
             time.sleep(_POLL_S)
         if self._client is not None:
             from_thread(self._loop, self._client.close)
-        self._address = address
+        self._address = self._read_address()
         self._client = HttpClient(self._paths.token.read_text(encoding="utf-8").strip())
 
     def _carry_out(self, method: str, *args: Any) -> Any:
         """Have the MasterWorker carry out a call; return its result, or raise its error."""
+        if self._loop.is_closed():
+            raise Stopped("the session is closed")
         request = CallRequest(next(self._number), method, list(args))
-        try:
-            reply = from_thread(self._loop, self._ask, request)
-        except SessionLost:
-            self._connect()
-            raise
+        before, self._asked = self._asked, request
+        if before is not None and (before.method, before.args) == (method, request.args) and method == "prepare":
+            self._asked = request = before  # a user has interrupted the wait for this batch
+        reply = from_thread(self._loop, self._ask, request)
+        self._asked = None
+        if reply is None:
+            self._check_start()
+        assert reply is not None
         if reply.error:
             raise _raised(reply)
         return msgspec.convert(reply.result, session.CALLS.get(method))
 
-    async def _ask(self, request: CallRequest) -> CallReply:
-        """Ask until the call is done. Raises SessionLost if the MasterWorker that began it has ended."""
+    def _check_start(self) -> None:
+        """Connect to the MasterWorker of another start, if there is one, and raise SessionLost."""
+        if self._is_new_start():
+            self._connect()
+            raise SessionLost("the trainer was started anew, from its last checkpoint: the loop begins again")
+
+    def _is_new_start(self) -> bool:
+        return (address := self._read_address()) is not None and address != self._address
+
+    async def _ask(self, request: CallRequest) -> CallReply | None:
+        """Ask until the call is done; None if the MasterWorker that began it has ended, and another one was started."""
         assert self._client is not None and self._address is not None
         while True:
             try:
@@ -337,10 +365,8 @@ class Session(session.Session):
                     raise StreamError(f"{request.method}: {failed}") from None
                 if self._process.poll() is not None:
                     raise self._failure() from None
-                if (now := self._read_address()) is not None and now != self._address:
-                    raise SessionLost(
-                        "the trainer was started anew, from its last checkpoint: the loop begins again"
-                    ) from None
+                if self._is_new_start():
+                    return None
                 await asyncio.sleep(_AGAIN_S)
                 continue
             reply = msgspec.msgpack.decode(body, type=CallReply)

@@ -369,8 +369,9 @@ class Session:
 
     def __getattr__(self, name: str) -> Role:
         """Return the model of a role."""
-        if name.startswith("_") or name not in ("actor", *self.config.roles):
-            raise AttributeError(f"a session has no {name!r}: roles are actor, {', '.join(self.config.roles)}")
+        roles = self.__dict__["config"].roles if "config" in self.__dict__ else ()
+        if name.startswith("_") or name not in ("actor", *roles):
+            raise AttributeError(f"a session has no {name!r}: roles are {', '.join(('actor', *roles))}")
         return Role(self._call, name)
 
     def steps(self) -> Iterator[int]:

@@ -13,8 +13,9 @@ import pytest
 
 import realsys
 from realsys.config.paths import TrialPaths
-from realsys.errors import ConfigError, ScriptError
+from realsys.errors import ConfigError, ScriptError, Stopped
 from realsys.loops import train
+from realsys.session import FINISH
 from tests.support.jobs.jobs import BOUND_S, SMALL, Job, LiveJob, arith, processes_of
 from tests.support.jobs.jobs import realsys as command
 from tests.support.jobs.jobs import run as run_job
@@ -94,20 +95,34 @@ def test_session_outlives_the_trainer(tmp_path):
     root = tmp_path / "runs" / "arith" / "lost"
     begun = []
 
+    def kill_master():
+        launcher = SimpleNamespace(process=own._process, root=root)
+        os.kill(LiveJob.pid(launcher, "master_worker/0"), signal.SIGKILL)
+
     def loop(session):
         begun.append(TrialPaths(root))
         for step in session.steps():
             if step == 3 and len(begun) == 1:
-                launcher = SimpleNamespace(process=own._process, root=root)
-                os.kill(LiveJob.pid(launcher, "master_worker/0"), signal.SIGKILL)
+                kill_master()
             session.update(session.rollout.prepare_batch())
             session.publish()
 
     settings = [*FAST, f"fileroot={tmp_path / 'runs'}", "checkpoint.every_steps=1"]
     with realsys.Session(settings, trial="lost", quiet=True) as own:
         own.run(loop)
+        carry_out = own._carry_out
+
+        def killed_at_the_end(method, *args):
+            result = carry_out(method, *args)
+            if method == FINISH and len(begun) == 2:
+                kill_master()
+            return result
+
+        own._carry_out = killed_at_the_end
         trial = own.close()
-    assert len(begun) == 2 and [step["step"] for step in trial.steps()] == [1, 2, 3, 4]
+        with pytest.raises(Stopped, match="the session is closed"):
+            next(own.steps())
+    assert len(begun) == 3 and [step["step"] for step in trial.steps()] == [1, 2, 3, 4]
     assert trial.summary and trial.summary["status"] == "done" and trial.model
     assert "every check holds" in command("audit", root).stdout
 
