@@ -41,7 +41,7 @@ from realsys.config.rank_memory import recomputed_of_model
 from realsys.config.rules import check, sampling_warnings
 from realsys.config.schema import Config
 from realsys.config.trial_sizes import batch_tokens, disk_bytes, longest_sequence, model_of, record_bytes, step_bytes
-from realsys.errors import NameStoreError, WaitTimeout
+from realsys.errors import ConfigError, NameStoreError, WaitTimeout
 from realsys.launch.conclude import conclude, draw, newest_step
 from realsys.launch.fit import fit
 from realsys.launch.launchers.contract import Launcher, check_launcher, check_start, make_launcher
@@ -92,6 +92,7 @@ class RunOptions:
     config_dir: Path | None = None
     dry_run: bool = False
     plain: bool = False
+    session: bool = False  # a script waits for the MasterWorker
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +111,16 @@ def plan_run(overrides: Sequence[str], options: RunOptions) -> Planned:
     """Compose, fit, check and plan a run. Writes nothing. Raises RealsysError for bad input."""
     given = [*overrides, *([] if options.trial is None else [f"trial={quoted(options.trial)}"])]
     config = resolve(compose(given, config_dir=options.config_dir), now=datetime.now())
+    check_script(config, waits=options.session)
     planned = plan_of(config, given_fields(given, config_dir=options.config_dir))
     return replace(planned, chosen=[*planned.chosen, *_unread(config, overrides)])
+
+
+def check_script(config: Config, *, waits: bool) -> None:
+    """Refuse a run that would wait for a script which nobody runs. Raises ConfigError."""
+    if config.train.loop == "session" and not waits:
+        problem = "is set by realsys.Session: run your script again, or set train.loop=train"
+        raise ConfigError("train.loop", "session", problem)
 
 
 def _unread(config: Config, overrides: Sequence[str]) -> Iterator[str]:
@@ -180,7 +189,8 @@ def run_planned(planned: Planned, *, dry_run: bool, plain: bool) -> int:
         with reported("remove half-written files"):
             remove_half_written(paths)
         sweep()  # a server that was killed leaves its copy of the weights in /dev/shm
-        code, summary = conclude(config, paths, outcome, started, resume_command(paths.root, plain=plain))
+        again = resume_command(paths.root, plain=plain, session=config.train.loop == "session")
+        code, summary = conclude(config, paths, outcome, started, again)
     draw(config, paths, summary["steps"])
     return code
 

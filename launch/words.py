@@ -18,10 +18,15 @@ if TYPE_CHECKING:
 _PLAIN = re.compile(r"/[\w./-]*")  # absolute paths that hydra reads as they are
 
 
-def resume_command(root: Path, *, plain: bool = False) -> str:
-    """Return the command that continues the trial in ``root``, to be copied to a shell in the working directory."""
+def resume_command(root: Path, *, plain: bool = False, session: bool = False) -> str:
+    """Return the command that continues the trial in ``root``, to be copied to a shell in the working directory.
+
+    ``session``: its training loop was a script's (``realsys.Session``), which goes on from Python.
+    """
     here = Path.cwd()
     folder = root.relative_to(here) if root.is_relative_to(here) else root
+    if session:
+        return f'run the script again, or realsys.Session.resume("{folder}") in Python'
     return command_line("resume", folder, *(["--plain"] if plain else []))
 
 

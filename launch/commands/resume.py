@@ -14,7 +14,7 @@ from realsys.launch.commands.options import (
     stop_after_stdin,
 )
 from realsys.launch.prepare import resolve, stored_config
-from realsys.launch.run import plan_of, run_planned
+from realsys.launch.run import check_script, plan_of, run_planned
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -33,5 +33,6 @@ def run(args: Namespace) -> int:
     if trial_dir is not None and "=" in str(trial_dir) and not trial_dir.exists():  # the first word is an override
         trial_dir, overrides = None, [str(trial_dir), *overrides]
     config = stored_config(find_trial(trial_dir, trains=True), overrides)
+    check_script(config, waits=args.while_stdin)
     planned = plan_of(resolve(config, now=datetime.now()), {*Config.model_fields})
     return run_planned(planned, dry_run=args.dry_run, plain=args.plain)

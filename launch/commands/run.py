@@ -40,7 +40,9 @@ def run_options(args: Namespace) -> RunOptions:
     """Return what ``add_run_options`` read. Without ``--plain`` in the arguments, lines are plain."""
     from realsys.launch.run import RunOptions
 
-    return RunOptions(args.trial, args.config_dir, args.dry_run, getattr(args, "plain", True))
+    return RunOptions(
+        args.trial, args.config_dir, args.dry_run, getattr(args, "plain", True), getattr(args, "while_stdin", False)
+    )
 
 
 def run(args: Namespace) -> int:

@@ -145,9 +145,12 @@ def test_exception_stops_the_run_with_a_checkpoint_and_resume_goes_on(tmp_path, 
         realsys.Session(settings, trial="mine", quiet=True) as session,
     ):
         session.run(loop)
-    assert "step 2 is saved, no step is lost" in capfd.readouterr().out
+    said = capfd.readouterr().out
+    assert "step 2 is saved, no step is lost" in said and "realsys.Session.resume(" in said
     root = tmp_path / "runs" / "arith" / "mine"
     assert not processes_of(root)
+    refused = command("resume", root)
+    assert refused.returncode == 2 and "run your script again, or set train.loop=train" in refused.stderr
     with realsys.Session.resume(root, quiet=True) as session:
         assert next(session.steps()) == 3
         session.run(train)
