@@ -241,7 +241,8 @@ class Observer:
             asyncio.run(ask_once(self._config, paths, progress))
         self._events.extend(event for event in self._event_tail.read() if event.kind != "start")
         lives = state == "running" or _lives(job)
-        resume = "" if lives or state == "done" else resume_command(paths.root)
+        session = self._config.train.loop == "session"
+        resume = "" if lives or state == "done" else resume_command(paths.root, session=session)
         return TrialSnapshot(self._config, paths, state, lives, progress, list(self._events), summary, resume)
 
 
