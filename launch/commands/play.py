@@ -34,6 +34,7 @@ from realsys.errors import ConfigError, GenerationError, RealsysError, WeightsEr
 from realsys.generation.backend import EngineParts, make_backend
 from realsys.generation.client import GenerationClient
 from realsys.generation.completion import Completion
+from realsys.generation.protocol import UNSYNCED
 from realsys.launch.commands.evaluate import planned_evaluation
 from realsys.launch.commands.options import add_config_dir, count
 from realsys.launch.commands.samples import printable
@@ -199,7 +200,7 @@ class _OneServer:
     """The decisions of a manager that has one server."""
 
     def __init__(self, url: str) -> None:
-        self._place = ScheduleReply("generation_server/0", url, 0)
+        self._place = ScheduleReply("generation_server/0", url, UNSYNCED)
 
     async def schedule(self, request: ScheduleRequest) -> ScheduleReply:
         return self._place

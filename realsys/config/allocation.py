@@ -175,6 +175,14 @@ def lent_servers(config: Config) -> frozenset[str]:
     return frozenset(f"generation_server/{n}" for n in range(allocation.inference.data) if allocation.is_lent(n))
 
 
+def own_servers(config: Config) -> int:
+    """Return the number of servers with devices of their own. Raises ConfigError."""
+    if config.evaluate_only or config.allocation == AUTO:
+        return 0
+    allocation = parse_allocation(config.allocation)
+    return allocation.inference.data - allocation.lent
+
+
 def allocation_text(inference: ParallelLayout, actor: ParallelLayout, lent: int = 0) -> str:
     """Return an allocation expression, without the axes of size 1. ``lent``: servers that share the actor's devices."""
     own = ParallelLayout(inference.data - lent, 1, inference.tensor)

@@ -134,15 +134,25 @@ class GenerationClient:
         return [_completion(url, completion) for completion in completions]
 
     async def update_weights(
-        self, url: str, path: str, version: int, timeout_s: float, sources: Sequence[str] = ()
+        self,
+        url: str,
+        path: str,
+        version: int,
+        timeout_s: float,
+        sources: Sequence[str] = (),
+        *,
+        older: bool = False,
     ) -> UpdateResult:
         """Make the server load ``version`` from ``path``. A refusal is a result with ``success`` False.
 
-        ``sources``: services of other hosts that have a copy of it.
+        ``sources``: services of other hosts that have a copy of it. ``older``: it may be older than the one that the
+        server has, whose requests end with what they have.
         """
         body: dict[str, Any] = {"model_path": path, "weight_version": str(version)}
         if sources:  # a server that is not ours knows no such field
             body["sources"] = list(sources)
+        if older:
+            body |= {"older": True, "abort_all_requests": True}
         return await self._call(url, "/update_weights_from_disk", body, UpdateResult, timeout_s)
 
     async def pause(self, url: str, mode: PauseMode) -> None:

@@ -32,6 +32,7 @@ class Completion:
     top          most probable tokens at each token, in the distribution of ``logprobs``; None if not requested
     temperature  that of the request if it is not the trial's; None: the trial's; 0: the request was greedy
     matched      stop token or stop string that ended it
+    policy       name of the pinned version that sampled it, whose tokens are not trained; "": the policy in training
     """
 
     tokens: I32
@@ -43,6 +44,7 @@ class Completion:
     top: TopLogprobs | None = None
     temperature: float | None = None
     matched: int | str | None = None
+    policy: str = ""
 
     @classmethod
     def of(
@@ -110,9 +112,9 @@ class Completion:
         )
 
     @property
-    def greedy(self) -> bool:
-        """Return True if the tokens are no samples: no policy can be trained on them."""
-        return self.temperature == 0
+    def trainable(self) -> bool:
+        """Return False if the policy in training has not sampled the tokens: greedy ones, and those of a pin."""
+        return self.temperature != 0 and not self.policy
 
     @property
     def segments(self) -> Runs:

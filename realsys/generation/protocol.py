@@ -208,6 +208,7 @@ class UpdateRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     weight_version: str
     abort_all_requests: bool = False
     sources: list[str] = []  # services of other hosts that have a copy of the version
+    older: bool = False  # it may be older than the one before; others are refused then
 
 
 class UpdateResult(msgspec.Struct):

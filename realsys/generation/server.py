@@ -62,11 +62,11 @@ def build_app(
     *,
     token: str | None = None,
     check_alive: CheckAlive = unleased,
-    offer: Callable[[str, Sequence[str]], None] = lambda locator, sources: None,
+    offer: Callable[[str, Sequence[str], bool], None] = lambda *_: None,
 ) -> Guard:
     """Return the routes over one engine, behind the guard.
 
-    ``offer`` gets locator and sources of a version before the engine stages it.
+    ``offer`` gets locator and sources of a version before the engine stages it, and whether it may be older.
     ``token`` is what every POST must carry; None only for a server on loopback without a trial.
     """
     calls = _Calls(engine, offer)
@@ -110,7 +110,7 @@ def _post(path: str, kind: type[T], handle: Callable[[T, Request], Awaitable[Any
 class _Calls:
     """Handlers of the routes."""
 
-    def __init__(self, engine: GenerationEngine, offer: Callable[[str, Sequence[str]], None]) -> None:
+    def __init__(self, engine: GenerationEngine, offer: Callable[[str, Sequence[str], bool], None]) -> None:
         self._engine = engine
         self._offer = offer
 
@@ -180,7 +180,7 @@ class _Calls:
 
     async def update_weights(self, body: p.UpdateRequest, _: Request) -> p.UpdateResult:
         version = p.parse_version(body.weight_version)
-        self._offer(body.model_path, body.sources)
+        self._offer(body.model_path, body.sources, body.older)
         future = self._engine.update(body.model_path, version, abort_all=body.abort_all_requests)
         return await asyncio.wrap_future(future)
 

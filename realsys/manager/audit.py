@@ -235,7 +235,7 @@ class Auditor:
             case e.Snapshot():
                 self._snapshot(event)
             case _:
-                return  # evaluations are outside the quota
+                return  # evaluations and pins are outside the quota
         if not self.problems["replay"]:
             try:
                 self.ledger.apply(event)  # type: ignore[arg-type]  # observe() has returned for events of evaluations

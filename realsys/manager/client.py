@@ -61,8 +61,8 @@ class ManagerClient:
     allocate, touch, finish              of tickets and attempts
     schedule                             waits for a routable server; raises RolloutSuperseded when the attempt is
                                          over, GenerationError when no server becomes routable
-    submit, claim, trained, devices, roll_back, evaluate  raise Fenced for an older trainer, StreamError for a
-                                         contradiction
+    submit, claim, trained, devices, roll_back, evaluate, pin, unpin  raise Fenced for an older trainer, StreamError
+                                         for a contradiction
     cancel_evaluation                    of a user's evaluation
     evaluation, data_position, status    read only
     """
@@ -77,6 +77,8 @@ class ManagerClient:
     devices = _Method(operations.DEVICES)
     roll_back = _Method(operations.ROLL_BACK)
     evaluate = _Method(operations.EVALUATE)
+    pin = _Method(operations.PIN)
+    unpin = _Method(operations.UNPIN)
     cancel_evaluation = _Method(operations.CANCEL_EVALUATION)
     evaluation = _Method(operations.EVALUATION)
     data_position = _Query(operations.DATA_POSITION)

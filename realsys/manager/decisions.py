@@ -17,7 +17,9 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
-from realsys.config.allocation import lent_servers
+import msgspec
+
+from realsys.config.allocation import lent_servers, own_servers
 from realsys.config.schema import Config
 from realsys.config.schema_data import CurriculumConfig
 from realsys.manager import messages as m
@@ -29,6 +31,7 @@ from realsys.manager.ledger.events import (
     Granted,
     Opened,
     Order,
+    Pinned,
     RolledBack,
     Snapshot,
 )
@@ -53,7 +56,7 @@ from realsys.manager.routing.rollout_workers import (
     renewed,
 )
 from realsys.manager.routing.servers import FanOut, Idle, Pace, ServerRegistry, UpdateOrder
-from realsys.types import ServerAddress, Ticket, sampling_seed
+from realsys.types import PublishedVersion, ServerAddress, Ticket, sampling_seed
 
 RETRY_AFTER_S = 0.5
 #: Seconds that a finished group may take to reach the master. Its DP head acknowledged it before the finish was sent,
@@ -96,6 +99,7 @@ class ManagerSettings:
     holds: HoldRules = field(default_factory=HoldRules)
     order: Order = "shuffled"  # of the new prompts
     lent: frozenset[str] = frozenset()  # servers that use devices of ranks in turn with them
+    own_servers: int = 1  # the others
 
     @classmethod
     def of(cls, config: Config, split_sizes: dict[str, int]) -> ManagerSettings:
@@ -125,6 +129,7 @@ class ManagerSettings:
             # A trainer that waits for a batch gives up after request_timeout_s.
             holds=HoldRules(seconds=min(HOLD_S, config.cluster.request_timeout_s / 2)),
             lent=lent_servers(config),
+            own_servers=own_servers(config),
         )
 
 
@@ -290,7 +295,8 @@ class ManagerState:
     def snapshot(self, now: float) -> Snapshot:
         """Return the state of ledger and evaluations as one record that replaces the journal."""
         assert not self.outbox, "events that are not in the journal yet would be in it twice"
-        return self.ledger.snapshot(now, *self.evaluations.snapshot())
+        snapshot = self.ledger.snapshot(now, *self.evaluations.snapshot())
+        return msgspec.structs.replace(snapshot, pins=dict(self.evaluations.pins))
 
     def _ticket(self, granted: Granted | OpenTicket) -> Ticket:
         # A resumed trial counts on from the groups before its checkpoint, so that it does not repeat their seeds.
@@ -351,8 +357,9 @@ class ManagerState:
         return self._lose(lambda held: held.worker in workers and is_lost(held, self.workers), "worker lost", now)
 
     def refresh_holds(self, now: float) -> None:
-        """Decide which servers keep their version for an evaluation, and which evaluations have lost theirs."""
-        if not self.servers.holds and not self.evaluations.unfinished():
+        """Decide which servers keep their version for an evaluation or a pin. An evaluation may have lost its own."""
+        pins = self.servers.pinned or self.evaluations.pins
+        if not pins and not self.servers.holds and not self.evaluations.unfinished():
             return
         for event in self.holds.refresh(now):
             self.outbox.append(event)
@@ -448,8 +455,13 @@ class ManagerState:
     def schedule(self, request: m.ScheduleRequest, now: float) -> m.ScheduleReply:
         """Choose a server and reserve a place on it. A failure that it reports is counted first.
 
-        Raises NotRunning for an attempt that is over, NoServer if no server may take the request now.
+        Raises NotRunning for an attempt that is over, BadCall for a policy that is not pinned, NoServer if no server
+        may take the request now.
         """
+        pins = self.evaluations.pins
+        pin = pins.get(request.policy)
+        if request.policy and pin is None and not request.or_trained:
+            raise BadCall(f"policy {request.policy!r} is not pinned: {', '.join(sorted(pins)) or 'none'} is")
         for ticket_id, number, call in request.released:
             if self.running_attempt(ticket_id, number) is not None:  # else the places are those of a later attempt
                 self.reservations.release_call(ticket_id, call)
@@ -457,7 +469,7 @@ class ManagerState:
         if attempt is None:
             raise NotRunning(f"ticket {request.ticket_id} attempt {request.attempt} is not running: cancel it")
         attempt.news_at = now  # renews the lease
-        minimum = self._minimum(attempt)
+        minimum = pin or self._minimum(attempt)
         held = self.reservations.get(request.ticket_id, request.call)
         if request.failed_server is not None and held is not None and held.server == request.failed_server:
             request.avoid = held.server
@@ -467,7 +479,8 @@ class ManagerState:
         request.failed_server = None  # a held call is decided again, and must not report the failure twice
         reply = self.router.place(request, minimum, held, attempt.worker, now)
         if reply is None:
-            raise NoServer(self.servers.explain())
+            wanted = f"policy {request.policy!r} is pinned to version {pin.version} ({pin.locator}): " if pin else ""
+            raise NoServer(wanted + self.servers.explain())
         if isinstance(attempt, RunningProblem):
             self.refresh_holds(now)  # the call may have left a server that waits for it
         return reply
@@ -585,6 +598,7 @@ class ManagerState:
             verdict_failures=dict(self.throughput.verdict_failures),
             filtered=self.ledger.counts.filtered(),
             memory=memory_sums(self.memory()),
+            pins=dict(self.evaluations.pins),
         )
 
     def move_devices(self, request: m.DevicesRequest, now: float) -> m.DevicesReply:
@@ -649,7 +663,42 @@ class ManagerState:
                 self.staleness.remove(step)
         elif request.version != last.version:
             raise BadCall(f"{last.incarnation} has rolled back to {last.version}, not to {request.version}")
-        return m.RollBackReply(self.ledger.reissued, self.evaluations.ever_started())
+        return m.RollBackReply(self.ledger.reissued, self.evaluations.ever_started(), dict(self.evaluations.pins))
+
+    def pin(self, request: m.PinRequest, now: float) -> m.PinReply:
+        """Keep the published version under a name, on servers that train no longer on newer ones.
+
+        Raises BadCall without a version, with a transport whose versions end with their trainer, and with too few
+        servers; and what ``_require_current`` raises.
+        """
+        self._require_current(request.incarnation)
+        held, own = self.servers.published, self.settings.own_servers
+        if held is None or request.name == m.POLICY:
+            reason = "no version is published yet" if held is None else "it is the name of the policy in training"
+            raise BadCall(f"{request.name!r} cannot be pinned: {reason}")
+        if held.transport != "disk":
+            problem = f"weights.transport={held.transport} does not keep older versions: use disk"
+            raise BadCall(f"{request.name!r} cannot be pinned: {problem}")
+        needed = 1 + len({*(self.evaluations.pins | {request.name: held}).values()})
+        if needed > own:
+            problem = f"it needs {needed} servers that share no devices with ranks, and allocation has {own}"
+            raise BadCall(f"{request.name!r} cannot be pinned: {problem}: raise d in serve.d{own}+...")
+        self._set_pin(request.name, held, now)
+        return m.PinReply(held.version)
+
+    def unpin(self, request: m.PinRequest, now: float) -> m.PinReply:
+        """End a pin; calls of it that run end first. Raises what ``_require_current`` raises."""
+        self._require_current(request.incarnation)
+        held = self.evaluations.pins.get(request.name)
+        self._set_pin(request.name, None, now)
+        return m.PinReply(held.version if held else NO_VERSION)
+
+    def _set_pin(self, name: str, held: PublishedVersion | None, now: float) -> None:
+        if self.evaluations.pins.get(name) != held:
+            event = Pinned(name, held, now)
+            self.outbox.append(event)
+            self.evaluations.apply(event)
+            self.refresh_holds(now)
 
     def evaluate(self, request: m.EvaluateRequest, now: float) -> m.EvaluateReply:
         """Start an evaluation, or find the one with this id.

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from realsys.manager.ledger.events import MOST_SAMPLES, Index, Number, Order, OrNone, Outcome, Rate
-from realsys.types import FinishReason, Ticket
+from realsys.types import FinishReason, PublishedVersion, Ticket
 
 MAX_WAIT_S = 10.0  # an allocation is never held longer
 #: stale_policy=drop: times that a prompt is issued again before its old tokens are masked. A third try would be
@@ -22,6 +22,8 @@ MOST_RELEASED = 256  # calls in one schedule request; the worker names the rest 
 MOST_METRICS = 64  # names per completion
 BLOCK = 64  # tokens; engines share prefixes in whole pages, so smaller blocks would find no more
 MAX_BLOCKS = 32  # hashes per request
+LONGEST_PIN = 64  # characters
+POLICY = "policy"  # name of the policy in training if an agent gives its model none
 
 RefusalReason = Literal["staleness", "exhausted", "nothing_submitted", "no_server", "asleep", "paused"]
 Identifier = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
@@ -67,6 +69,8 @@ class ScheduleRequest(msgspec.Struct):
     previous  (server, version) of the episode's last call, whose server may have these tokens in its cache
     released  (ticket, attempt, call) of this worker's calls that have ended since its last request
     avoid     server that is too busy for the call: chosen only if no other may serve it
+    policy    name of the pinned version that must sample the call; "": the policy in training
+    or_trained  a ``policy`` that is not pinned is the policy in training: agents give their model any name
     """
 
     ticket_id: Identifier
@@ -81,6 +85,8 @@ class ScheduleRequest(msgspec.Struct):
     previous: tuple[str, int] | None = None
     released: Annotated[list[tuple[Identifier, Count, ShortName]], msgspec.Meta(max_length=MOST_RELEASED)] = []
     avoid: str | None = None
+    policy: ShortName = ""
+    or_trained: bool = False
 
 
 def prefix_hashes(tokens: Sequence[int]) -> list[int]:
@@ -99,11 +105,12 @@ def prefix_hashes(tokens: Sequence[int]) -> list[int]:
 
 
 class ScheduleReply(msgspec.Struct):
-    """The server to generate on; ``version`` is the one that it has verified."""
+    """The server to generate on; ``version`` is the one that it has verified, ``policy`` its name if it is pinned."""
 
     server: str
     url: str
     version: int
+    policy: str = ""
 
 
 class Answer(msgspec.Struct):
@@ -195,10 +202,12 @@ class RollBackReply(msgspec.Struct):
     """``reissued``: tickets that ran, were buffered or were trained later, and wait for their next attempt now.
 
     ``evaluations``: every evaluation that a trainer ever started; the trainer restarts those without a result.
+    ``pins``: pinned versions by name, also of earlier trainers, which the trainer must not prune.
     """
 
     reissued: int
     evaluations: list[str] = []
+    pins: dict[str, PublishedVersion] = {}
 
 
 class SubmitRequest(msgspec.Struct):
@@ -239,6 +248,24 @@ class ClaimReply(msgspec.Struct):
     """
 
     gone: list[str]
+
+
+class PinRequest(msgspec.Struct):
+    """POST /pin: keep the newest published version as ``name``; agents may play against it while training goes on.
+
+    The same name again gets the version that is newest then, and the same call again changes nothing before another
+    one is published. POST /unpin, with the same body, ends it. ``incarnation`` of the trainer: status 409 if it is
+    older than the one that rolled back last.
+    """
+
+    name: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=LONGEST_PIN)]
+    incarnation: AnyIncarnation = ""
+
+
+class PinReply(msgspec.Struct):
+    """``version`` that has the name, or had it until /unpin; -1: none."""
+
+    version: int
 
 
 class DevicesRequest(msgspec.Struct):
@@ -294,8 +321,9 @@ class TrainedReply(msgspec.Struct):
     ``lost_lengths``: tokens of a completion, rounded -> such completions that did not fail. ``verdict_failures``: cause
     -> completions whose verifier failed or exceeded its limit, since then. ``filtered``: reason -> groups that workers
     filtered out, since the start of the trial. ``in_use``: versions of this trainer that servers stage or serve, oldest
-    first. The last one is the newest that the manager knows; no server will begin an older one. ``memory``: resident
-    memory of GenerationServers and RolloutWorkers, by the names of the step log.
+    first. The last one is the newest that the manager knows; no server will begin an older one but those of ``pins``
+    (see RollBackReply). ``memory``: resident memory of GenerationServers and RolloutWorkers, by the names of the step
+    log.
     """
 
     trained: int
@@ -308,6 +336,7 @@ class TrainedReply(msgspec.Struct):
     lost_lengths: dict[int, int] = {}
     filtered: dict[str, int] = {}
     memory: dict[str, int] = {}
+    pins: dict[str, PublishedVersion] = {}
 
 
 class EvaluateRequest(msgspec.Struct):

@@ -155,6 +155,25 @@ EVALUATE = Operation(
     trainer=True,
     refresh=True,
 )
+PIN = Operation(
+    path="/pin",
+    request=m.PinRequest,
+    reply=m.PinReply,
+    decide=lambda state, request, now: state.pin(request, now),
+    syncs=_always,  # agents may have met the version already
+    trainer=True,
+    refresh=True,
+    log_line=lambda request, reply: f"version {reply.version} is pinned as {request.name}",
+)
+UNPIN = Operation(
+    path="/unpin",
+    request=m.PinRequest,
+    reply=m.PinReply,
+    decide=lambda state, request, now: state.unpin(request, now),
+    syncs=_always,
+    trainer=True,
+    log_line=lambda request, reply: f"version {reply.version} is not pinned as {request.name} any more",
+)
 CANCEL_EVALUATION = Operation(
     path="/cancel_evaluation",
     request=m.CancelRequest,
@@ -190,7 +209,7 @@ STATUS = Operation(
     decide=lambda state, _, now: status(state, now, state.started),
 )
 _OF_WORKERS = (ALLOCATE, SCHEDULE, TOUCH, FINISH)
-_OF_TRAINER = (ROLL_BACK, SUBMIT, CLAIM, TRAINED, DEVICES, EVALUATE)
+_OF_TRAINER = (ROLL_BACK, SUBMIT, CLAIM, TRAINED, DEVICES, EVALUATE, PIN, UNPIN)
 _OF_USERS = (CANCEL_EVALUATION,)
 _READS = (EVALUATION, DATA_POSITION, VERSION, HEALTH, STATUS)
 OPERATIONS: tuple[Operation[Any, Any], ...] = (*_OF_WORKERS, *_OF_TRAINER, *_OF_USERS, *_READS)
@@ -214,6 +233,7 @@ def status(state: ManagerState, now: float, started: float) -> dict[str, Any]:
         "admission": admission(state),
         "servers": servers(state, now),
         "devices": {"turn": state.servers.lending.turn, "reason": state.servers.lending.reason},
+        "pins": pins(state),
         "rollout": weight_updates(state),
         "workers": workers(state, now),
         "blame": {"suspects": state.servers.reports.suspects(now), "ignored": state.servers.reports.ignored},
@@ -309,6 +329,18 @@ def servers(state: ManagerState, now: float) -> list[dict[str, Any]]:
             }
         )
     return rows
+
+
+def pins(state: ManagerState) -> dict[str, Any]:
+    """Return the pinned versions by name, each with the servers that have it for agents now."""
+    names = {server.name: server for server in state.servers.all()}
+    return {
+        name: {
+            "version": held.version,
+            "servers": [server for server in names if state.servers.samples(names[server], held)],
+        }
+        for name, held in sorted(state.evaluations.pins.items())
+    }
 
 
 def weight_updates(state: ManagerState) -> dict[str, Any]:

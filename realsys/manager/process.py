@@ -397,7 +397,7 @@ class WeightUpdates:
             if served is None:
                 target = order.target
                 result = await self._client.update_weights(
-                    order.url, target.locator, target.version, self._timeout_s, order.sources
+                    order.url, target.locator, target.version, self._timeout_s, order.sources, older=order.older
                 )
                 if not result.success:
                     raise GenerationError(f"{order.url}: did not load version {target.version}: {result.message}")

@@ -436,6 +436,6 @@ def _row(path: Sequence[CompletionNode], trained: Collection[CompletionNode]) ->
             builder.context(node.completion.tokens)
             continue
         builder.completion(node.completion)
-        if node.reward is not None and len(node.completion.tokens) and not node.completion.greedy:
+        if node.reward is not None and len(node.completion.tokens) and node.completion.trainable:
             builder.reward(node.reward)
     return builder.row()

@@ -52,6 +52,7 @@ class _First:
     spec: SamplingSpec
     completion: asyncio.Future[Completion]
     on_tokens: Tokens | None
+    policy: tuple[str, bool]
 
 
 class Calls:
@@ -75,8 +76,12 @@ class Calls:
         spec: SamplingSpec,
         previous: tuple[str, int] | None,
         on_tokens: Tokens | None = None,
+        policy: tuple[str, bool] = ("", False),
     ) -> Completion:
-        """Sample one completion for call ``number`` of ``episode``; raise the errors of the engine."""
+        """Sample one completion for call ``number`` of ``episode``; raise the errors of the engine.
+
+        ``policy``: name, and whether it may be no pin (``EngineCall``).
+        """
         if self._closed:
             raise AgentError("generate() was called after the end of the episode: run() must wait for all its calls")
         try:
@@ -86,11 +91,12 @@ class Calls:
                     # call_soon runs after all tasks that are ready now, so siblings that call in this turn of the
                     # event loop join the request.
                     loop.call_soon(self._send_first)
-                first = _First(episode, tuple(token_ids), spec, loop.create_future(), on_tokens)
+                first = _First(episode, tuple(token_ids), spec, loop.create_future(), on_tokens, policy)
                 self._waiting.append(first)
                 return await first.completion
             seed = sampling_seed(self._ticket.seed, episode, number)
-            call = EngineCall(self._ticket, f"{episode}.{number}", [int(t) for t in token_ids], spec, seed, previous)
+            tokens = [int(t) for t in token_ids]
+            call = EngineCall(self._ticket, f"{episode}.{number}", tokens, spec, seed, previous, None, *policy)
             if on_tokens is not None:
                 call = dataclasses.replace(call, on_tokens=lambda _, tokens: on_tokens(tokens))
             # A separate task, so that close() can cancel it if the agent does not wait for it.
@@ -147,7 +153,8 @@ class Calls:
 
         episode, token_ids = run[0].episode, list(run[0].token_ids)
         spec = replace(run[0].spec, n=len(run)) if len(run) > 1 else run[0].spec
-        call = EngineCall(self._ticket, f"{episode}.0", token_ids, spec, self._ticket.seed + episode)
+        seed = self._ticket.seed + episode
+        call = EngineCall(self._ticket, f"{episode}.0", token_ids, spec, seed, None, None, *run[0].policy)
         if any(first.on_tokens is not None for first in run):
             call = dataclasses.replace(call, on_tokens=tell)
         try:
@@ -166,11 +173,11 @@ def _runs(waiting: Sequence[_First]) -> list[list[_First]]:
     k-th one.
     """
     runs: list[list[_First]] = []
-    latest: dict[tuple[tuple[int, ...], SamplingSpec], list[_First]] = {}
+    latest: dict[tuple[object, ...], list[_First]] = {}
     for first in sorted(waiting, key=lambda first: first.episode):
-        run = latest.get((first.token_ids, first.spec))
+        run = latest.get(key := (first.token_ids, first.spec, first.policy))
         if run is None or run[-1].episode + 1 != first.episode:
-            run = latest[first.token_ids, first.spec] = []
+            run = latest[key] = []
             runs.append(run)
         run.append(first)
     return runs
@@ -195,7 +202,7 @@ class EpisodeSession:
         self._gateway = gateway
         self._capture: Capture | None = None
         self._number = 0  # number of the next call
-        self._previous: tuple[str, int] | None = None
+        self._previous: dict[str, tuple[str, int]] = {}  # policy -> server and version of its last call
         self.sampled = 0  # tokens that the engine returned
         self.last: tuple[Sequence[int], Completion] | None = None  # the last call that returned: its prompt, its result
         self.seconds = 0.0  # sum over its calls
@@ -225,24 +232,33 @@ class EpisodeSession:
         return self._capture
 
     async def generate(
-        self, token_ids: Sequence[int], spec: SamplingSpec | None = None, on_tokens: Tokens | None = None
+        self,
+        token_ids: Sequence[int],
+        spec: SamplingSpec | None = None,
+        on_tokens: Tokens | None = None,
+        *,
+        policy: str = "",
+        or_trained: bool = False,
     ) -> Completion:
         """Sample one completion after ``token_ids``; ``spec``: with other settings than those of the trial, n 1.
 
-        ``on_tokens`` receives its tokens as they are sampled; the last ones may come with the result only.
+        ``on_tokens`` receives its tokens as they are sampled; the last ones may come with the result only. ``policy``:
+        name of a pinned version; with ``or_trained`` any other name is the policy in training.
         """
         number, begin = self._number, time.perf_counter()
         self._number += 1
         with span("generate", self._calls.unit_of(self.episode), call=number) as generate:
+            previous = self._previous.get(policy) or self._previous.get("")
+            settings, chosen = self.spec if spec is None else spec, (policy, or_trained)
             completion = await self._calls.generate(
-                self.episode, number, token_ids, self.spec if spec is None else spec, self._previous, on_tokens
+                self.episode, number, token_ids, settings, previous, on_tokens, chosen
             )
             generate.facts |= {"tokens": len(completion.tokens), "end": completion.finish_reason}
         self.seconds += time.perf_counter() - begin
         self.sampled += len(completion.tokens)
         self.last = (token_ids, completion)
         if completion.route:
-            self._previous = (completion.route[-1][0], int(completion.versions[-1]))
+            self._previous[completion.policy] = (completion.route[-1][0], int(completion.versions[-1]))
         if spec is None or (temperature := _temperature(spec)) == _temperature(self.spec):
             return completion
         return dataclasses.replace(completion, temperature=temperature)

@@ -59,9 +59,9 @@ class RowBuilder:
     def completion(self, completion: Completion) -> None:
         """Append a completion that was sampled after exactly the tokens so far. Its tokens are trained.
 
-        Those of a greedy completion are context: they are no samples of the policy.
+        Those of a greedy completion and of a pinned policy are context: they are no samples of the policy in training.
         """
-        self._add(completion.tokens, None if completion.greedy else completion)
+        self._add(completion.tokens, completion if completion.trainable else None)
 
     def reward(self, value: float) -> None:
         """Give a reward to the token before this point: the last one of the latest completion, usually one per turn.

@@ -66,6 +66,8 @@ class EngineCall:
     seed      seed of the first completion; completion k has seed + k if a request samples it alone
     previous  (server, version) of the episode's last call: the server may have these tokens in its cache
     on_tokens receives the new tokens of a completion as the servers sample them, with its number; None: not wanted
+    policy    name of the pinned version that must sample it; "": the policy in training
+    or_trained  a policy that is not pinned is the policy in training
     """
 
     ticket: Ticket
@@ -75,6 +77,8 @@ class EngineCall:
     seed: int
     previous: tuple[str, int] | None = None
     on_tokens: OnTokens | None = None
+    policy: str = ""
+    or_trained: bool = False
 
     @property
     def rid(self) -> str:
@@ -111,6 +115,7 @@ class _PartialCompletion:
     finish_reason: FinishReason = "abort"
     pending: bool = True
     route: list[tuple[str, int]] = field(default_factory=list)  # (server, tokens) of the segments
+    pin: tuple[str, int] = ("", 0)  # name and version of the pin that samples it
 
     @property
     def length(self) -> int:
@@ -143,12 +148,12 @@ class _PartialCompletion:
         if not self.pending:
             self.deliver(self.index, self.join())
 
-    def restart(self, budget: int) -> None:
-        """Discard the tokens so far: a grammar cannot continue a completion. Raises GenerationError if one was told."""
+    def restart(self, budget: int, what: str = "with a grammar") -> None:
+        """Discard the tokens so far, which cannot be continued. Raises GenerationError if one was told."""
         if self.told:
-            problem = f"a stream with a grammar was interrupted after {self.told} tokens: repeat the request"
+            problem = f"a stream {what} was interrupted after {self.told} tokens: repeat the request"
             raise GenerationError(problem, retryable=True)
-        log.warning("a completion with a grammar was interrupted after %d tokens, and begins again", self.length)
+        log.warning("a completion %s was interrupted after %d tokens, and begins again", what, self.length)
         self.segments.clear()
         self.route.clear()
         self.budget = budget
@@ -161,7 +166,10 @@ class _PartialCompletion:
 
     def join(self) -> Completion:
         return dataclasses.replace(
-            Completion.joined(self.segments), finish_reason=self.finish_reason, route=tuple(self.route)
+            Completion.joined(self.segments),
+            finish_reason=self.finish_reason,
+            route=tuple(self.route),
+            policy=self.pin[0],
         )
 
 
@@ -221,6 +229,8 @@ class ResumableEngine:
                 call=call.name,
                 previous=call.previous,
                 avoid=trouble.server if trouble and not trouble.failed else None,
+                policy=call.policy,
+                or_trained=call.or_trained,
             )
             # as many as one request may name
             taken: list[tuple[str, int, str]] = []
@@ -232,6 +242,11 @@ class ResumableEngine:
             request.released = taken
             with span("route", f"{call.ticket.unit}/{call.name.partition('.')[0]}"):
                 place = await self._manager.schedule(request)
+            pin = (place.policy, place.version if place.policy else 0)
+            for completion in pending:
+                if completion.segments and completion.pin != pin:
+                    completion.restart(call.spec.max_new_tokens, f"of {call.policy!r}, which was pinned anew,")
+                completion.pin = pin
             trouble = await self._trip(call, trip, pending, place)
             trip += 1
             failures += trouble is not None and trouble.failed
@@ -312,7 +327,7 @@ class ResumableEngine:
         def extend(number: int, segment: Completion) -> None:
             if number not in ended:
                 ended.add(number)
-                completions[number].extend(segment, spec.max_new_tokens, place.server)
+                completions[number].extend(_sampled_there(place, segment), spec.max_new_tokens, place.server)
 
         # A completion that has ended does not wait for the others of its request.
         received = Received(
@@ -344,6 +359,14 @@ class ResumableEngine:
         if isinstance(error, ServerSilent):
             return not await self._generator.works(place.url)
         return not isinstance(error, ServerBusy)
+
+
+def _sampled_there(place: ScheduleReply, segment: Completion) -> Completion:
+    """Cut a segment where other weights begin than those of its place: the server has left a pin, or was given one."""
+    other = segment.versions != place.version if place.policy else segment.versions < place.version
+    if not other.any():
+        return segment
+    return dataclasses.replace(segment.part(0, int(other.argmax())), finish_reason="abort")
 
 
 def _piece(spec: SamplingSpec, budget: int) -> int:

@@ -82,17 +82,17 @@ class SharedCopies:
         self._silent_s = silent_s
         self._members: dict[Path, Membership] = {}  # place -> membership
 
-    def stage(self, directory: Path, version: int, peers: Peers | None = None) -> LeasedCopy:
+    def stage(self, directory: Path, version: int, peers: Peers | None = None, *, older: bool = False) -> LeasedCopy:
         """Return a verified copy of the version in ``directory``; read it if no server of this host has.
 
         ``peers``: makes the source of its whole tensors on other hosts. Raises WeightsError if the version is
-        damaged, older than a copy of this host, or does not fit.
+        damaged, older than a copy of this host (unless ``older``), or does not fit.
         """
         home = self._enter(self._places[0])
         turn = self._turn(home)
         try:
             manifest = manifests.load_manifest(directory, version)
-            return self._find(manifest, directory) or self._make(directory, manifest, turn, peers)
+            return self._find(manifest, directory, older) or self._make(directory, manifest, turn, peers)
         finally:
             turn.release()
 
@@ -130,7 +130,7 @@ class SharedCopies:
     def _folders(self, names: str = "v*") -> list[Path]:
         return [path for place in self._places for path in sorted((place / self._name).glob(names))]
 
-    def _find(self, manifest: VersionManifest, directory: Path) -> LeasedCopy | None:
+    def _find(self, manifest: VersionManifest, directory: Path, older: bool) -> LeasedCopy | None:
         """Return a copy of this version. Raises WeightsError if there is a copy of a newer one (``monotonic``)."""
         wanted = (manifest.incarnation, manifest.version)
         for folder in self._folders():
@@ -142,7 +142,7 @@ class SharedCopies:
                 copy.report = ReadReport(bytes=size, kept=len(copy.info.tensors))
                 return copy
             copy.close()
-            if copy.info.age > wanted:
+            if copy.info.age > wanted and not older:
                 incarnation, version = copy.info.age
                 newer = f"version {version} of trainer {incarnation}, which this host has"
                 raise WeightsError(f"{directory} is older than {newer}: not staged")

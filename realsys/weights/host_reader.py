@@ -33,7 +33,7 @@ class HostReader:
 
     def __init__(self, copies: SharedCopies) -> None:
         self.copies = copies
-        self._offer: tuple[str, Sequence[str]] = ("", ())  # locator, and services that have a copy of it
+        self._offer: tuple[str, Sequence[str], bool] = ("", (), False)  # see offer()
         self._newest = ("", -1)  # (trainer incarnation, version) of the last staged version
         self._staged: LeasedCopy | None = None
         self.checksums: dict[str, str] = {}  # checksums of the last staged version; empty if the last call failed
@@ -53,10 +53,10 @@ class HostReader:
             return StagedWeights({}, counts=all_kept(manifest).counts(), unchanged=True)
         before, self.checksums = self.checksums, {}
         failpoint("server.stage")
-        copy = self._staged = self.copies.stage(Path(locator), version, self._peers)
+        copy = self._staged = self.copies.stage(Path(locator), version, self._peers, older=self._may_be_older(locator))
         info = copy.info
         self._check_age(locator, info.age)
-        self._newest, self.checksums = info.age, {name: one.checksum for name, one in info.tensors.items()}
+        self.checksums = {name: one.checksum for name, one in info.tensors.items()}
         return StagedWeights(
             {
                 name: as_tensor(data, info.tensors[name].dtype, info.tensors[name].shape)
@@ -77,21 +77,28 @@ class HostReader:
         """Take a version for the last one without reading it. Raises WeightsError if it is older."""
         age = (manifest.incarnation, manifest.version)
         self._check_age(locator, age)
-        self._newest, self.checksums = age, checksums_of(manifest)
+        self.checksums = checksums_of(manifest)
 
     def _check_age(self, locator: str, age: tuple[str, int]) -> None:
-        """Raise WeightsError if a newer version was staged (``monotonic``)."""
-        if age < self._newest:
+        """Raise WeightsError if a newer version was staged (``monotonic``), unless the manager wants an older one."""
+        if age < self._newest and not self._may_be_older(locator):
             self.release()
             incarnation, newest = self._newest
             raise WeightsError(f"{locator} is older than version {newest} of trainer {incarnation}: not staged")
+        self._newest = max(self._newest, age)
 
-    def offer(self, locator: str, sources: Sequence[str]) -> None:
-        """Name services of other hosts that have a copy of the version ``locator``. Thread-safe."""
-        self._offer = (locator, sources)
+    def offer(self, locator: str, sources: Sequence[str], older: bool = False) -> None:
+        """Name services of other hosts that have a copy of the version ``locator``. Thread-safe.
+
+        ``older``: it may be older than versions that were staged before, because it is pinned.
+        """
+        self._offer = (locator, sources, older)
+
+    def _may_be_older(self, locator: str) -> bool:
+        return self._offer[0] == locator and self._offer[2]
 
     def _peers(self, directory: Path, version: int, incarnation: str) -> PeerCopies:
-        locator, sources = self._offer
+        locator, sources, _ = self._offer
         return PeerCopies(sources if locator == str(directory) else (), version, incarnation, self.copies.client)
 
     def release(self) -> None:
@@ -140,25 +147,28 @@ class PeerCopies:
 
 
 class CopyService:
-    """Runs if ``weights.storage_readers`` is set and the transport's reader has copies. ``url`` is "" otherwise."""
+    """Runs if ``weights.storage_readers`` is set and the transport's reader has copies. ``url`` is "" otherwise.
+
+    ``offer`` passes on to that reader what an update says about its version.
+    """
 
     def __init__(self, reader: WeightReader, config: Config, token: str | None, check_alive: CheckAlive) -> None:
         self.url = ""
-        self._reader = reader if config.weights.storage_readers and isinstance(reader, HostReader) else None
-        if self._reader is not None:
+        self._reader = reader if isinstance(reader, HostReader) else None
+        if self._reader is not None and config.weights.storage_readers:
             app = copy_app(self._reader.copies, token=token, check_alive=check_alive)
             # In a thread of its own: a transfer must not delay the answers of the engine's service.
             self._http = HttpServer(app, config.cluster.host)
             self._http.start(config.cluster.connect_timeout_s)
             self.url = self._http.url
 
-    def offer(self, locator: str, sources: Sequence[str]) -> None:
+    def offer(self, locator: str, sources: Sequence[str], older: bool) -> None:
         """Read the version ``locator`` from these services, if it is staged next."""
         if self._reader is not None:
-            self._reader.offer(locator, sources)
+            self._reader.offer(locator, sources, older)
 
     def close(self) -> None:
-        if self._reader is not None:
+        if self.url:
             self._http.close()
 
 

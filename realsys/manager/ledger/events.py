@@ -228,6 +228,14 @@ class EvalHeld(msgspec.Struct, frozen=True, tag="eval_held"):
     time: float
 
 
+class Pinned(msgspec.Struct, frozen=True, tag="pinned"):
+    """The trainer has pinned a version: servers keep ``held`` under this name. None: not any more."""
+
+    name: str
+    held: PublishedVersion | None
+    time: float
+
+
 class EvaluationState(msgspec.Struct):
     """Progress of an evaluation, as a snapshot keeps it: without the running problems, as after any restart.
 
@@ -284,6 +292,7 @@ class Snapshot(msgspec.Struct, frozen=True, tag="snapshot"):
     evaluations: list[EvaluationState]
     forgotten: dict[str, int]  # evaluation that a roll-back discarded -> its blocks of attempt numbers
     time: float
+    pins: dict[str, PublishedVersion] = {}
     stale: list[int] = []
     rates: list[Rate] = []  # success rate of each prompt; []: none is measured
     submitted: list[Index] = []
@@ -310,5 +319,5 @@ class Snapshot(msgspec.Struct, frozen=True, tag="snapshot"):
 TicketEvent = (
     Snapshot | Opened | Resumed | Submitted | RolledBack | Granted | Finished | Reissued | Dropped | Claimed | Trained
 )
-EvalEvent = EvalStarted | EvalAnswered | EvalHeld | EvalLost | EvalsResumed
+EvalEvent = EvalStarted | EvalAnswered | EvalHeld | EvalLost | EvalsResumed | Pinned
 Event = TicketEvent | EvalEvent

@@ -31,6 +31,7 @@ from realsys.manager.ledger.events import (
     EvalsResumed,
     EvalStarted,
     EvaluationState,
+    Pinned,
     RolledBack,
     Snapshot,
 )
@@ -64,6 +65,7 @@ class Evaluations:
     """All evaluations of a trial, oldest first, and their running tickets. The journal's events restore the progress.
 
     ``running`` by ticket id is not journalled: after a restart the completions wait again, with other attempt numbers.
+    ``pins``: versions that the trainer has pinned, by name. Nothing but another pin changes them, no roll-back either.
     """
 
     def __init__(self, max_attempts: int) -> None:
@@ -71,6 +73,7 @@ class Evaluations:
         self._discarded: dict[str, int] = {}  # eval_id -> blocks of attempt numbers before a roll-back discarded it
         self.by_id: dict[str, Evaluation] = {}
         self.running: dict[str, RunningProblem] = {}
+        self.pins: dict[str, PublishedVersion] = {}
 
     def find(self, eval_id: str) -> Evaluation:
         """Return an evaluation. Raises NotFound if no trainer started it."""
@@ -114,7 +117,12 @@ class Evaluations:
             case EvalsResumed():
                 for evaluation in self.unfinished():
                     evaluation.saved.first_attempt = next_block(evaluation.saved)
+            case Pinned():
+                self.pins.pop(event.name, None)
+                if event.held is not None:
+                    self.pins[event.name] = event.held
             case Snapshot():
+                self.pins = dict(event.pins)
                 self._discarded = dict(event.forgotten)
                 self.by_id = {state.started.eval_id: restored(copied(state)) for state in event.evaluations}
 

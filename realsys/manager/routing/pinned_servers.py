@@ -13,17 +13,24 @@ An evaluation is pinned to a version by its first grant, or when the first serve
 an update. If no server has that version any more, the evaluation begins anew with another one. A server in quarantine
 samples nothing, so it does not count. After a restart the manager first asks the servers for
 their versions.
+
+A version that the trainer has pinned (POST /pin) is kept in the same way, without a limit of time, by servers that
+share no devices with ranks. If none of them has it any more, one goes back to it: what it samples ends, and goes on
+elsewhere. The last server that no pin has stays with the policy in training. When a pin moves or ends, its calls end
+before their server updates, for at most HOLD_S.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from realsys.manager.ledger.events import EvalHeld, EvalLost
 from realsys.manager.ledger.pinned_evaluations import Evaluation, Evaluations
 from realsys.manager.routing.placement import Reservations
 from realsys.manager.routing.servers import Hold, Server, ServerRegistry
+from realsys.types import PublishedVersion
 
 HOLD_S = 600.0  # of delay after which the weights of the servers matter more than the numbers of the evaluation
 
@@ -71,8 +78,37 @@ class Holds:
                     events.append(self._evaluations.hold(evaluation, served, now))
                 self._hold(evaluation, holds)
         kept = [evaluation.saved.held for evaluation in self._evaluations.unfinished()]
-        self._servers.take_holds(holds, [held for held in kept if held is not None])
+        pinned = self._pinned(holds)
+        kept += self._evaluations.pins.values()
+        self._servers.take_holds(holds, [held for held in kept if held is not None], pinned)
         return events
+
+    def _pinned(self, holds: dict[str, Hold]) -> dict[str, PublishedVersion]:
+        """Choose the servers of the pinned versions. Adds to ``holds`` those whose calls of a pin must still end."""
+        before, pinned = self._servers.pinned, dict[str, PublishedVersion]()
+        versions = list(dict.fromkeys(self._evaluations.pins.values()))
+        able = [s for s in self._servers.all() if s.name not in self._servers.lending.lent and not s.quarantined]
+        most = max(1, int(self._rules.share * len(able) / max(1, len(versions))))
+
+        def preference(server: Server, held: PublishedVersion) -> tuple[bool, bool, bool, bool, str]:
+            has, stays = held in (server.verified, server.target), before.get(server.name) == held
+            needed = not has and (server.verified in versions or server.name in holds)
+            # One that has not said what it has may have it, and else has nothing to lose.
+            asked = server.verified is not None or server.failures > 0
+            return not has, needed, not stays if has else asked, not stays, server.name
+
+        for held in versions:
+            free = [server for server in able if server.name not in pinned]
+            free.sort(key=partial(preference, held=held))
+            for server in free[:most]:
+                if held in (server.verified, server.target) or len(able) - len(pinned) > 1:
+                    pinned[server.name] = held
+        for name in before.keys() | self._servers.holds.keys():
+            known = self._servers.get(name)
+            leaves = known is not None and pinned.get(name) != known.verified
+            if leaves and (placed := self._reservations.last_pinned(name)) is not None:
+                holds.setdefault(name, Hold(placed + self._rules.seconds, keeps=False))
+        return pinned
 
     def _lost(self, evaluation: Evaluation, now: float) -> EvalLost | None:
         """End or restart an evaluation whose version cannot be kept any longer."""

@@ -19,6 +19,7 @@ from typing import Protocol
 
 from realsys.manager.messages import ScheduleReply, ScheduleRequest
 from realsys.manager.routing.servers import Server, ServerRegistry
+from realsys.types import PublishedVersion
 
 #: Seconds between two reports of a server's load.
 LOAD_PERIOD_S = 2.0
@@ -222,6 +223,7 @@ class Reservation:
     version: int
     epoch: int
     placed: float = 0.0
+    pinned: bool = False  # only this version may sample it
 
 
 @dataclass(slots=True)
@@ -281,6 +283,10 @@ class Reservations:
         """Return (sequences, tokens) of the calls that have a place on ``server``."""
         calls = self._places(server).calls.values()
         return sum(place.sequences for place in calls), sum(place.tokens for place in calls)
+
+    def last_pinned(self, server: str) -> float | None:
+        """Return when the last call of a pinned version that has a place on ``server`` was placed; None without one."""
+        return max((place.placed for place in self._places(server).calls.values() if place.pinned), default=None)
 
     def live(self, server: str, version: int) -> ServerLoad:
         """Return the load of ``server``, which serves ``version``, as an object that follows every change."""
@@ -351,8 +357,8 @@ class Exactly:
     version: int
 
 
-#: Oldest version that a train ticket accepts, None for any within its bound; ``Exactly`` for evaluations.
-Demand = int | Exactly | None
+#: Oldest version that a train ticket accepts, None for any within its bound; ``Exactly`` for evaluations; a pinned one.
+Demand = int | Exactly | PublishedVersion | None
 
 
 class Router:
@@ -406,9 +412,10 @@ class Router:
         server = self._servers.get(name)
         assert server is not None and server.verified is not None, f"strategy chose {name}, not a candidate"
         serves = server.verified.version
-        place = Reservation(name, request.n, tokens, serves, server.health.epoch, now)
+        pinned = isinstance(minimum, PublishedVersion)
+        place = Reservation(name, request.n, tokens, serves, server.health.epoch, now, pinned)
         self._reservations.reserve(request.ticket_id, place, request.call)
-        return ScheduleReply(name, server.address.url, serves)
+        return ScheduleReply(name, server.address.url, serves, request.policy if pinned else "")
 
     def _candidates(self, minimum: Demand, held: Reservation | None) -> Sequence[ServerLoad]:
         """Return the routes of a call. A draining server takes no new ticket, but its calls may stay."""
@@ -424,5 +431,7 @@ class Router:
             return self._servers.trusts(server)
         if isinstance(minimum, Exactly):
             return self._servers.evaluates(server, minimum.version)
+        if isinstance(minimum, PublishedVersion):
+            return self._servers.samples(server, minimum)
         served, published = self._servers.current(server), self._servers.published
         return served is not None and published is not None and minimum <= served.version <= published.version

@@ -113,7 +113,7 @@ class UpdateOrder:
     """An update to run.
 
     ``probe``: ask the server first, because it may have the version, or one of ``kept``, which an evaluation needs.
-    ``sources``: see ``FanOut``.
+    ``sources``: see ``FanOut``. ``older``: the target is pinned; what the server samples must end before it is loaded.
     """
 
     server: str
@@ -123,6 +123,7 @@ class UpdateOrder:
     probe: bool = False
     sources: tuple[str, ...] = ()
     kept: tuple[PublishedVersion, ...] = ()
+    older: bool = False
 
     def served(self, version: str, locator: str) -> UpdateOrder | None:
         """Return the order of the version that a server has by its answer to a probe; None if it must load."""
@@ -169,7 +170,8 @@ class ServerRegistry:
         self.revision = 0  # grows with every change to the routes
         self.due: set[str] = set()  # servers with something to decide; the process empties it
         self.holds: dict[str, Hold] = {}  # server -> why it keeps its version
-        self.kept: list[PublishedVersion] = []  # versions that servers keep for evaluations
+        self.kept: list[PublishedVersion] = []  # versions that servers keep for evaluations and pins
+        self.pinned: dict[str, PublishedVersion] = {}  # server -> pinned version that it keeps, or loads
         self._pace = pace
         self._fan_out = fan_out or FanOut()
         self.trainer_incarnation = ""  # publications of older incarnations are refused
@@ -188,13 +190,23 @@ class ServerRegistry:
         server = self._servers.get(name)
         return server if server is not None and server.address.incarnation == incarnation else None
 
-    def take_holds(self, holds: dict[str, Hold], kept: list[PublishedVersion]) -> None:
-        """Take over which servers keep their version for an evaluation, and which versions those are."""
+    def take_holds(
+        self, holds: dict[str, Hold], kept: list[PublishedVersion], pinned: dict[str, PublishedVersion]
+    ) -> None:
+        """Take over which servers keep their version for an evaluation or a pin, and which versions those are."""
         self.kept = kept
-        if holds != self.holds:
-            self.due.update(self.holds.keys() | holds.keys())
-            self.holds = holds
+        if (holds, pinned) != (self.holds, self.pinned):
+            self.due.update(self.holds.keys() | holds.keys() | self.pinned.keys() | pinned.keys())
+            self.holds, self.pinned = holds, pinned
             self.revision += 1
+
+    def goal(self, server: Server) -> PublishedVersion | None:
+        """Return the version that the server must have: a pinned one, or the published one."""
+        return self.pinned.get(server.name, self.published)
+
+    def samples(self, server: Server, held: PublishedVersion) -> bool:
+        """Return True if the server takes calls of a pinned version: it has it, and does not leave it."""
+        return self.pinned.get(server.name) == held == server.verified and not server.quarantined
 
     def evaluates(self, server: Server, version: int) -> bool:
         """Return True if the server takes new completions of an evaluation of exactly ``version``.
@@ -263,14 +275,16 @@ class ServerRegistry:
         for server in self._servers.values():
             if server.target is not None and server.target.incarnation == self.published.incarnation:
                 versions.add(server.target.version)
-            if server.verified is not None and (self.trusts(server) or server.name in self.holds):
-                versions.add(server.verified.version)
+            served = self.current(server)
+            if served is not None and (self.trusts(server) or server.name in self.holds):
+                versions.add(served.version)
         return sorted(versions)
 
     def staging(self, minimum: int) -> int:
         """Count the servers that do not serve ``minimum`` yet, and are being updated to it or to a newer version."""
         return sum(
             server.target is not None
+            and server.name not in self.pinned
             and server.target.version >= minimum
             and (server.verified is None or server.verified.version < minimum)
             for server in self._servers.values()
@@ -321,18 +335,20 @@ class ServerRegistry:
             return None
         if (shift := self._shift(server, now)) is not None:
             return shift
-        if self.published is None or server.verified == self.published or server.quarantined:
+        goal = self.goal(server)
+        if goal is None or server.verified == goal or server.quarantined:
             return Idle()
         if (until := max(server.retry_at, self._held_until(server))) > now:
             return Idle(until)
         if (until := self._turn(server, now)) > now:
             return Idle(until)
-        sources = self._fan_out.sources(server, self._servers.values(), self.published, now)
+        probe, older = server.verified is None, goal != self.published
+        sources = STORAGE if older else self._fan_out.sources(server, self._servers.values(), goal, now)
         server.waits = isinstance(sources, float)
         if isinstance(sources, float):
             return Idle(sources)
-        probe, kept = server.verified is None, tuple(self.kept) if server.verified is None else ()
-        return UpdateOrder(name, incarnation, server.address.url, self.published, probe, sources, kept)
+        kept = tuple(version for version in (*self.kept, self.published) if version) if probe else ()
+        return UpdateOrder(name, incarnation, server.address.url, goal, probe, sources, kept, older)
 
     def _shift(self, server: Server, now: float) -> Shift | Idle | None:
         """Return the order that a lent server needs for the turn that it is; None if it may update."""
@@ -394,7 +410,7 @@ class ServerRegistry:
             if s.began is None
             and max(s.retry_at, self._held_until(s)) <= now
             and s.verified is not None
-            and s.verified != self.published
+            and s.verified != self.goal(s)
         ]
         waiting.sort(key=lambda s: (s.verified.version if s.verified else 0, s.name))
         free = self._pace.slots(len(serving)) - len(holding)
@@ -406,6 +422,9 @@ class ServerRegistry:
     def started(self, order: UpdateOrder, now: float) -> None:
         if server := self.incarnation(order.server, order.incarnation):
             server.target = order.target
+            if order.older:
+                server.verified = None  # what it samples now ends there, and goes on elsewhere
+                self.revision += 1
             server.source = next(iter(order.sources), "")
             server.reads_since = now
             server.waits = False
@@ -436,7 +455,7 @@ class ServerRegistry:
             if server.name in self.lending.lent and server.verified is None:
                 self.lending.woke(seconds)
         self._ended(server)
-        began_before_roll_back = order.target.incarnation < self.trainer_incarnation
+        began_before_roll_back = self._is_undone(order.target)
         server.verified = None if began_before_roll_back else order.target
         server.failures = 0
         server.error = ""
@@ -454,14 +473,18 @@ class ServerRegistry:
             return False
         self.updates.add_failure(order.server, order.target.version, server.began or now, error[:500])
         self._ended(server)
-        if order.target.incarnation < self.trainer_incarnation:
+        if self._is_undone(order.target):
             return True  # weights of an older trainer: they are of no use
         server.error = error[:500]
-        if self.published == order.target:
+        if self.goal(server) == order.target:
             server.retry_at = now + backoff_s(server.failures)
         server.failures += 1
         server.health.apply("update_failed", now)
         return True
+
+    def _is_undone(self, version: PublishedVersion) -> bool:
+        """Return True for a version of an older trainer that is not pinned."""
+        return version.incarnation < self.trainer_incarnation and version not in self.pinned.values()
 
     def _ended(self, server: Server) -> None:
         server.target = None

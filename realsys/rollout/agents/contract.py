@@ -70,8 +70,13 @@ class Session(Protocol):
         """Sampling settings of the trial, or of the evaluation's data set."""
         ...
 
-    async def generate(self, token_ids: Sequence[int], spec: SamplingSpec | None = None) -> Completion:
+    async def generate(
+        self, token_ids: Sequence[int], spec: SamplingSpec | None = None, *, policy: str = ""
+    ) -> Completion:
         """Sample one completion after ``token_ids``, with the session's settings unless others are given.
+
+        ``policy``: name of a version that the trainer has pinned, which samples all of it. In a row its tokens are
+        context. "": the policy in training. Raises StreamError, with the names that are pinned, for another one.
 
         An episode may have several calls in progress. A weight update or the failure of a server does not end
         a call. Raises GenerationError if the completion cannot be sampled.

@@ -27,6 +27,7 @@ from realsys.errors import MALFORMED, AgentError, DataError
 from realsys.generation.client import SamplingSpec
 from realsys.generation.completion import Completion
 from realsys.manager.client import RolloutSuperseded
+from realsys.manager.messages import LONGEST_PIN, POLICY
 from realsys.reward.verifiers.contract import is_metric_name
 from realsys.rollout.conversation import CompletionNode, Conversation, RequestPlan
 from realsys.rollout.environments import Response
@@ -41,7 +42,6 @@ from realsys.types import CONSTRAINED, Row
 if TYPE_CHECKING:
     from realsys.rollout.gateway.parser import Parser
 
-MODEL = "policy"  # name of the model if the agent gives none
 ENDED = "the episode has ended"
 COUNTS = ("calls", "retries", "undelivered", "branches")
 NO_REWARDS: Mapping[str, float] = MappingProxyType({})
@@ -67,6 +67,9 @@ class CaptureSession(Protocol):
         token_ids: list[int],
         spec: SamplingSpec | None = None,
         on_tokens: Callable[[Sequence[int]], None] | None = None,
+        *,
+        policy: str = "",
+        or_trained: bool = False,
     ) -> Completion: ...
 
 
@@ -139,7 +142,7 @@ class Capture:
         self._nodes: list[CompletionNode] = []
         self._by_session: dict[str, list[CompletionNode]] = {}
         self._failures: dict[bytes, Exception] = {}  # requests whose last reply was an error of the engine
-        self._models = {MODEL: None}  # names that the agent gave to the model, in order
+        self._models = {POLICY: None}  # names that the agent gave to the model, in order
         self._asked: dict[str, float] = {}  # sampling settings that the agent sent last
         self._ignored: dict[str, int] = {}  # fields without effect, and how often the agent sent them
         self._running = 0  # completions that are sampled now
@@ -190,13 +193,14 @@ class Capture:
                 node.trained = False
 
     def last(self) -> Response:
-        """Return the completion that was delivered last. Raises AgentError without one."""
-        if not self._received:
+        """Return the completion of the policy in training that was delivered last. Raises AgentError without one."""
+        first = [nodes[0].completion for nodes in self._received.values()]
+        completions = [completion for completion in first if completion is not None and not completion.policy]
+        if not completions:
             raise AgentError("the agent has received no completion")
-        completion = next(reversed(self._received.values()))[0].completion
-        assert completion is not None
+        completion = completions[-1]
         text = self._shared.tokenizer.completion_text(completion.tokens.tolist())
-        return Response(text, completion.finish_reason, len(completion.tokens), len(self._received) - 1)
+        return Response(text, completion.finish_reason, len(completion.tokens), len(completions) - 1)
 
     def metrics(self) -> dict[str, float]:
         """Return numbers of the episode for the step log."""
@@ -287,8 +291,8 @@ class Capture:
                 self._ignored[name] = self._ignored.get(name, 0) + 1
         self._asked |= self._shared.wishes.note(call, self.sampling)
         if len(self._models) < MOST_MODELS and len(call.model) <= _LONGEST_NAME:
-            self._models.setdefault(call.model or MODEL)
-        head = ReplyHead(f"{self._name}{entry.number}", int(time.time()), call.model or MODEL)
+            self._models.setdefault(call.model or POLICY)
+        head = ReplyHead(f"{self._name}{entry.number}", int(time.time()), call.model or POLICY)
         exchange = Exchange(entry, call, head, session, asyncio.create_task(self._complete(entry.number)))
         # Without a connection no coroutine reads the error of a call, and asyncio would log that.
         exchange.task.add_done_callback(lambda task: self._end(call, task))
@@ -314,8 +318,12 @@ class Capture:
                 make = partial(StreamedChoice, self._shared.tokenizer, self._shared.parser(), call, plan.tokens)
                 exchange.streamed = [make() for _ in range(call.n)]
             listeners = [partial(exchange.add, choice) for choice in exchange.streamed]
+            name = call.model if call.model != POLICY and len(call.model) <= LONGEST_PIN else ""
             completions = await _all(
-                session.generate(plan.tokens, spec, listeners[k] if listeners else None) for k in range(call.n)
+                session.generate(
+                    plan.tokens, spec, listeners[k] if listeners else None, policy=name, or_trained=bool(name)
+                )
+                for k in range(call.n)
             )
             choices = [self._record(exchange, plan, completion) for completion in completions]
         except Exception as error:
@@ -369,6 +377,7 @@ class Capture:
         self._malformed += choice.malformed
         self._echoes.remember(choice)
         node = self._conversation.record(plan, completion, choice.message(), choice.stop)
+        node.trained = not completion.policy
         exchange.nodes.append(node)
         self._nodes.append(node)
         self._by_session.setdefault(exchange.session, []).append(node)

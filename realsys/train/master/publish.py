@@ -17,8 +17,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -102,19 +103,24 @@ class VersionsInUse:
 
     def __init__(self) -> None:
         self._locators: dict[int, str] = {}
+        self._pinned: list[str] = []
 
     def add(self, version: int, locator: str) -> None:
         """Add a version that has just been published."""
         self._locators[version] = locator
 
-    def keep(self, versions: Sequence[int]) -> None:
-        """Keep ``versions``, as the manager names them, and all newer ones: a server may begin those at any moment."""
+    def keep(self, versions: Sequence[int], pins: Iterable[PublishedVersion] = ()) -> None:
+        """Keep ``versions``, as the manager names them, and all newer ones: a server may begin those at any moment.
+
+        ``pins``: versions, also of earlier trainers, that are kept whatever else is.
+        """
+        self._pinned = [held.locator for held in pins]
         newest = max(versions, default=-1)
         self._locators = {v: locator for v, locator in self._locators.items() if v in versions or v > newest}
 
     def locators(self) -> list[str]:
-        """Return the locators of these versions, oldest first."""
-        return list(self._locators.values())
+        """Return the locators of these versions, the pinned ones and then oldest first."""
+        return [*self._pinned, *self._locators.values()]
 
 
 class Publisher:
@@ -216,9 +222,17 @@ class Publisher:
                 len(removed.gone),
             )
 
-    def keep(self, versions: Sequence[int]) -> None:
-        """Keep from now on the versions in use, as the manager names them, and all newer ones."""
-        self._in_use.keep(versions)
+    def keep(self, versions: Sequence[int], pins: Iterable[PublishedVersion] = ()) -> None:
+        """Keep from now on the versions in use, as the manager names them, all newer ones, and those of ``pins``."""
+        self._in_use.keep(versions, pins)
+
+    async def keep_pinned(self, pins: Mapping[str, PublishedVersion]) -> None:
+        """Keep versions that were pinned before this trainer started. Logs an error for each that is gone."""
+        self._in_use.keep([], pins.values())
+        for name, held in pins.items():
+            check = partial(self._weights.check, held.locator)
+            if problem := await self._on_disk(held.version, partial(_problem, check)):
+                log.error("version %d, pinned as %s: %s; its calls wait: pin it anew", held.version, name, problem)
 
     async def _write(
         self, version: int, step: int, base: str, *, replace: str = ""

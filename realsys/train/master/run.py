@@ -205,6 +205,7 @@ class MasterRun:
         if any(True for _ in self._records()):
             self._log.append(recovered_record(start, incarnation))
             log.info("rolled back to version %d; %d tickets are reissued", start.step, reply.reissued)
+        await self._parts.publisher.keep_pinned(reply.pins)
         await self._parts.publisher.discard_unfinished()
         return reply.evaluations
 

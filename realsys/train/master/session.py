@@ -691,7 +691,7 @@ class MasterSession:
                 held=intake.held(),
             )
         )
-        self._parts.publisher.keep(reply.in_use)
+        self._parts.publisher.keep(reply.in_use, reply.pins.values())
         increases = self._increases
         intake.observe_lost(increases.tokens.of(reply.lost_tokens), increases.lengths.of(reply.lost_lengths))
         return statistics | {

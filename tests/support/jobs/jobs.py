@@ -145,14 +145,24 @@ class LiveJob:
     def until_step(self, step: int, timeout_s: float = BOUND_S) -> None:
         self.until(lambda: self.steps_done() >= step, f"train step {step}", timeout_s)
 
+    @property
+    def page(self) -> str:
+        """Address of the manager; "" before its start."""
+        page = re.search(r"http://127\.0\.0\.1:\d+", self.job.stdout)
+        return page[0] if page else ""
+
+    def status(self) -> dict[str, Any]:
+        """Return what the manager says; empty while no manager answers."""
+        try:
+            with urllib.request.urlopen(f"{self.page}/status", timeout=10) as reply:
+                status: dict[str, Any] = json.load(reply)
+                return status
+        except (OSError, ValueError):
+            return {}
+
     def server_loads(self) -> list[dict[str, Any]]:
         """Return the last report of each server that the manager has; empty while no manager answers."""
-        page = re.search(r"http://127\.0\.0\.1:\d+", self.job.stdout)
-        with contextlib.suppress(OSError):
-            if page:
-                with urllib.request.urlopen(f"{page[0]}/status", timeout=10) as reply:
-                    return [row["load"] for row in json.load(reply)["servers"] if row["load"]]
-        return []
+        return [row["load"] for row in self.status().get("servers", []) if row["load"]]
 
     def pid(self, worker: str) -> int | None:
         """Return the pid of the process that runs as ``kind/index`` now, not of its forks."""

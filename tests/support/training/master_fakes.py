@@ -148,7 +148,7 @@ class Versions:
         await self.broken.wait()
         raise WeightsError("cannot write v00000001.tmp: No space left on device")
 
-    def keep(self, versions: Sequence[int]) -> None:
+    def keep(self, versions: Sequence[int], pins: object = ()) -> None:
         assert versions[-1:] == [self._manager.state.version], "no server will begin an older version"
         self.kept.append(versions)
 

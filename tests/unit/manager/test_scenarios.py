@@ -111,6 +111,15 @@ class Scenario:
         kept = self.state.servers.holds.items()
         return "\n".join(f"{name[-1]} {'keeps' if h.keeps else 'drains'} until {h.until}" for name, h in kept) or "none"
 
+    def goal(self):
+        """Show the version that each server must have."""
+        goals = ((s.name[-1], self.state.servers.goal(s)) for s in self.state.servers.all())
+        return "\n".join(f"{number} {goal and goal.version}" for number, goal in goals)
+
+    def pins(self):
+        pins = operations.pins(self.state).items()
+        return "\n".join(f"{name} {p['version']} on {[s[-1] for s in p['servers']]}" for name, p in pins) or "none"
+
     def probe(self, number, version=None):
         """Run the due probe of a server: it serves ``version``, or does not answer."""
         probe = self.state.servers.next_probe(f"generation_server/{number}", "1", self.now)

@@ -173,6 +173,43 @@ def test_completion_with_a_grammar_does_not_begin_again_for_ever(monkeypatch):
         run([[(4, 3, "abort")]] * 40, grammar="{}")
 
 
+@dataclass
+class PinScheduler(FakeScheduler):
+    """Names the policy and the version of each place in turn."""
+
+    places: list[tuple[str, int]] = field(default_factory=list)
+
+    async def schedule(self, request):
+        place = await super().schedule(request)
+        place.policy, place.version = self.places[len(self.requests) - 1]
+        return place
+
+
+def mixed(*versions):
+    """A completion whose tokens are of these versions, as an update leaves it."""
+    parts = [generated(len(PROMPT) + place, 1, version, "stop") for place, version in enumerate(versions)]
+    return Completion.joined(parts)
+
+
+def test_pinned_completion_is_cut_where_its_server_left_the_version():
+    scheduler = PinScheduler(places=[("old", 3), ("old", 3)])
+    [completion], servers, _ = run([[mixed(3, 3, 4, 4)], [(1, 3, "stop")]], scheduler=scheduler)
+    assert completion.versions.tolist() == [3, 3, 3] and completion.policy == "old" and not completion.trainable
+    assert servers.calls[1].input_ids == PROMPT + completion.tokens[:2].tolist()
+
+
+def test_completion_of_a_pin_that_moved_begins_again():
+    scheduler = PinScheduler(places=[("old", 3), ("old", 7)])
+    [completion], servers, _ = run([[(2, 3, "abort")], [(4, 7, "stop")]], scheduler=scheduler)
+    assert completion.versions.tolist() == [7] * 4 and servers.calls[1].input_ids == PROMPT
+
+
+def test_train_completion_is_cut_where_its_server_went_back_to_a_pin():
+    scheduler = PinScheduler(places=[("", 5), ("", 5)])
+    [completion], _, _ = run([[mixed(5, 6, 2)], [(1, 5, "stop")]], scheduler=scheduler)
+    assert completion.versions.tolist() == [5, 6, 5] and completion.trainable
+
+
 def test_stream_with_a_grammar_fails_when_it_is_interrupted():
     """Its reader has the first tokens already."""
     with pytest.raises(GenerationError, match="interrupted after 4 tokens: repeat the request") as refused:

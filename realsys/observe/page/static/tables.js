@@ -53,7 +53,8 @@ function showServers(s) {
   const bad = s.servers.filter(r => r.state === "quarantined" || r.state === "suspected").length;
   $("serversOf").textContent = `${usable} of ${s.servers.length} usable` + (bad ? `, ${bad} in trouble` : "")
     + `, ${number(s.throughput.generated_tokens_per_s)} finished tokens/s`
-    + (s.devices.turn === "unknown" ? "" : `; shared devices: ${s.devices.turn} (${s.devices.reason})`);
+    + (s.devices.turn === "unknown" ? "" : `; shared devices: ${s.devices.turn} (${s.devices.reason})`)
+    + Object.entries(s.pins).map(([name, pin]) => `; ${name} is version ${pin.version} on ${pin.servers.join(", ") || "no server yet"}`).join("");
   table("servers", [["server"], ["state"], ["version", "num"], ["running", "num"], ["queued", "num"], ["tokens/s", "num"], ["KV in use", "num"],
     ["memory", "num"], ["last update", "num"], ["pause", "num"], ["address"], ["last error", "wrap error"]],
     sorted.map(r => [r.name, pill(r.target !== null && r.state === "updating" ? "updating to " + r.target : r.state, KINDS[r.state] || "calm"),

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from msgspec import structs
 from safetensors.torch import load_file
 
 from realsys.errors import Fenced, NameStoreError, WeightsError
@@ -28,13 +29,13 @@ from tests.support.streams.weight_ranks import WeightRanks
 class Trial:
     """Publishes versions of which each changes one tensor of two, and so refers to the one before."""
 
-    def __init__(self, tmp_path, *, keep=2):
-        self.root, model = tmp_path / "weights", tmp_path / "model"
-        model.mkdir()
+    def __init__(self, tmp_path, *, keep=2, incarnation="0001"):
+        self.root, model, self._incarnation = tmp_path / "weights", tmp_path / "model", incarnation
+        model.mkdir(exist_ok=True)
         self._writer, self._store = DiskWriter(ShardWriter()), MemoryNameStore()
-        weights = DiskPublisher(PublisherParts(self.root, model, "0001"), keep)
+        weights = DiskPublisher(PublisherParts(self.root, model, incarnation), keep)
         key = VersionKey(self._store, "model_version")
-        self.publisher = Publisher(weights, WeightRanks(self._save), key, incarnation="0001")
+        self.publisher = Publisher(weights, WeightRanks(self._save), key, incarnation=incarnation)
 
     def tensors(self, version):
         return {"frozen": torch.arange(64.0), "trained": torch.full((64,), float(version))}
@@ -49,7 +50,7 @@ class Trial:
         return self.folder(version)
 
     def folder(self, version):
-        return self.root / m.directory_name(version, "0001")
+        return self.root / m.directory_name(version, self._incarnation)
 
     def versions(self):
         return [version for version, _, _ in m.complete_versions(self.root)]
@@ -266,3 +267,21 @@ def _whole(trial):
 
     made._workers = WeightRanks(save)
     return made
+
+
+def test_pinned_version_outlives_its_trainer(trial, tmp_path, caplog):
+    """A trainer that follows keeps its files and those that it refers to, and names one that is gone."""
+    for version in range(3):
+        trial.publish(version)
+    held = trial.publisher.newest
+    after = Trial(tmp_path, incarnation="0002")
+    asyncio.run(after.publisher.keep_pinned({"old": held, "lost": structs.replace(held, locator="/gone")}))
+    assert "pinned as lost" in caplog.text and "pinned as old" not in caplog.text
+    for version in range(6):
+        after.publisher._in_use.keep([version], [held])
+        asyncio.run(after.publisher.publish(version, version))
+    trial.check(2)
+    after.publisher.keep([5])
+    asyncio.run(after.publisher.publish(6, 6))
+    assert not trial.folder(2).exists()
+    after.close()
