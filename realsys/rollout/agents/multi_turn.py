@@ -154,7 +154,7 @@ class MultiTurn:
     def _has_own_reward(self, task: Task, completion: Completion) -> bool:
         """Return True if the reward of a step is trained at its turn. An empty or greedy one has no token for it."""
         trained = self._parts.config.train.ppo.turn_gamma is not None and task.ticket.kind == "train"
-        return trained and len(completion.tokens) > 0 and not completion.greedy
+        return trained and len(completion.tokens) > 0 and completion.trainable
 
     def _tail(self, task: Task, judgement: Judgement, completion: Completion) -> list[int]:
         """Tokens of the feedback turn. A completion that ended with an end-of-text token needs no second one."""
