@@ -458,10 +458,6 @@ class ManagerState:
         Raises NotRunning for an attempt that is over, BadCall for a policy that is not pinned, NoServer if no server
         may take the request now.
         """
-        pins = self.evaluations.pins
-        pin = pins.get(request.policy)
-        if request.policy and pin is None and not request.or_trained:
-            raise BadCall(f"policy {request.policy!r} is not pinned: {', '.join(sorted(pins)) or 'none'} is")
         for ticket_id, number, call in request.released:
             if self.running_attempt(ticket_id, number) is not None:  # else the places are those of a later attempt
                 self.reservations.release_call(ticket_id, call)
@@ -469,6 +465,10 @@ class ManagerState:
         if attempt is None:
             raise NotRunning(f"ticket {request.ticket_id} attempt {request.attempt} is not running: cancel it")
         attempt.news_at = now  # renews the lease
+        pins = self.evaluations.pins
+        pin = pins.get(request.policy)
+        if request.policy and pin is None and not request.or_trained:
+            raise BadCall(f"policy {request.policy!r} is not pinned: {', '.join(sorted(pins)) or 'none'} is")
         minimum = pin or self._minimum(attempt)
         held = self.reservations.get(request.ticket_id, request.call)
         if request.failed_server is not None and held is not None and held.server == request.failed_server:
@@ -666,7 +666,7 @@ class ManagerState:
         return m.RollBackReply(self.ledger.reissued, self.evaluations.ever_started(), dict(self.evaluations.pins))
 
     def pin(self, request: m.PinRequest, now: float) -> m.PinReply:
-        """Keep the published version under a name, on servers that train no longer on newer ones.
+        """Keep the published version under a name: at least one server stays at it while the others update.
 
         Raises BadCall without a version, with a transport whose versions end with their trainer, and with too few
         servers; and what ``_require_current`` raises.
@@ -682,7 +682,7 @@ class ManagerState:
         needed = 1 + len({*(self.evaluations.pins | {request.name: held}).values()})
         if needed > own:
             problem = f"it needs {needed} servers that share no devices with ranks, and allocation has {own}"
-            raise BadCall(f"{request.name!r} cannot be pinned: {problem}: raise d in serve.d{own}+...")
+            raise BadCall(f"{request.name!r} cannot be pinned: {problem}: begin it with serve.d{needed}+")
         self._set_pin(request.name, held, now)
         return m.PinReply(held.version)
 

@@ -97,6 +97,25 @@ def test_released_copy_becomes_the_next(versions: DiskVersions, servers: list[Ho
     assert result.counts["kept"] == 2 and result.counts["whole"] == 4
 
 
+def test_older_version_is_staged_if_the_manager_wants_it(versions: DiskVersions, servers: list[HostReader]) -> None:
+    """A pin: on a server that has a newer one, and on a host that has a copy of it. Newer ones follow."""
+    paths = [str(versions.publish(lr=1e-2)) for _ in range(3)]
+    for server in servers[:2]:
+        server.stage(paths[1], 1).release()
+    for server in servers[1:3]:
+        with pytest.raises(WeightsError, match="older than version 1"):
+            server.stage(paths[0], 0)
+    server = servers[1]
+    server.offer(paths[0], (), older=True)
+    staged = server.stage(paths[0], 0)
+    versions.check(0, staged.tensors)
+    staged.release()
+    for server in servers:
+        staged = server.stage(paths[2], 2)
+        versions.check(2, staged.tensors)
+        staged.release()
+
+
 def test_copy_in_use_is_not_changed(versions: DiskVersions, servers: list[HostReader], shm: Path) -> None:
     slow = servers[0].stage(str(versions.publish()), 0)
     for version in (1, 2):
