@@ -213,6 +213,7 @@ def live_status(servers: int, bad: int = 0) -> dict[str, Any]:
                       "reason": None, "explanation": "granting"},
         "servers": rows,
         "devices": {"turn": "unknown", "reason": ""},
+        "pins": {"opponent": {"version": 0, "servers": ["generation_server/0"]}},
         "rollout": {"mode": "all_at_once", "fraction": 1.0, "at_newest": servers - bad, "servers": servers,
                     "failures": bad, "updates": updates},
         "workers": [_worker(k) for k in range(max(4, servers // 2))],
