@@ -101,14 +101,14 @@ class CallReply(msgspec.Struct):
 
 #: calls of a script -> type of the result
 CALLS: dict[str, Any] = {
-    **dict.fromkeys(("next_step", "publish"), int),
+    **dict.fromkeys(("next_step", "publish", "pin"), int),
     "prepare": BatchInfo | None,
     "select": BatchInfo,
     "submit": Submitted,
     "rows": list[RowArrays],
     "evaluate": dict[str, float | None],
     **dict.fromkeys(("update", "call"), dict[str, dict[str, float]]),
-    **dict.fromkeys(("drop", "evaluate_due", "save", "export", "log"), None),
+    **dict.fromkeys(("drop", "evaluate_due", "save", "export", "log", "unpin"), None),
 }
 FINISH = "finish"  #: the script has ended
 
@@ -429,6 +429,19 @@ class Session:
     def export(self, folder: str | Path) -> None:
         """Write the newest version as a Hugging Face folder, which must not exist."""
         self._call("export", str(Path(folder).absolute()))
+
+    def pin(self, name: str) -> int:
+        """Keep the newest version on a server under ``name``, for agents that play against it; return the version.
+
+        ``name`` again moves it to the newest version. Agents ask for it by ``session.generate(..., policy=name)``, or by
+        the ``model`` of a request. Raises ConfigError, for instance with fewer than two servers.
+        """
+        version: int = self._call("pin", name)
+        return version
+
+    def unpin(self, name: str) -> None:
+        """Let the servers of a pinned version follow the others again."""
+        self._call("unpin", name)
 
     def log(self, **numbers: float) -> None:
         """Add numbers to this step's record in the step log: trackers get them as ``script/NAME``."""

@@ -37,10 +37,10 @@ from realsys.config.evaluation_sets import evaluation_sets, id_of_set, set_of_id
 from realsys.config.schema import Config
 from realsys.data.submitted import SubmittedWriter
 from realsys.data.tokenizer import TextTokenizer
-from realsys.errors import ConfigError, DataError, PromptsUsedUp, StaleBatch, Stopped, TooFewGroups
+from realsys.errors import ConfigError, DataError, PromptsUsedUp, StaleBatch, Stopped, StreamError, TooFewGroups
 from realsys.manager.client import ManagerClient
 from realsys.manager.ledger.tickets import ticket_ranges
-from realsys.manager.messages import MAX_TICKETS, SubmitRequest, TrainedRequest
+from realsys.manager.messages import MAX_TICKETS, PinRequest, SubmitRequest, TrainedRequest
 from realsys.model_calls import PPO, ReadRequest
 from realsys.observe import spans
 from realsys.observe.signal import DriftWatch, SignalWatch
@@ -502,6 +502,18 @@ class MasterSession:
     async def export(self, folder: str) -> None:
         """Write the newest version as a plain Hugging Face folder."""
         await self._parts.publisher.export(Path(folder))
+
+    async def pin(self, name: str) -> int:
+        """Pin the newest version under ``name``; return it. Raises ConfigError if servers cannot keep it."""
+        await self._parts.publisher.finish()
+        try:
+            return (await self._parts.manager.pin(PinRequest(name, self._incarnation))).version
+        except StreamError as error:
+            raise ConfigError("pin", name, str(error)) from None
+
+    async def unpin(self, name: str) -> None:
+        """Release the pinned version of ``name``."""
+        await self._parts.manager.unpin(PinRequest(name, self._incarnation))
 
     async def log(self, fields: dict[str, float]) -> None:
         """Add numbers to the record of this step."""

@@ -15,6 +15,8 @@ import realsys
 from realsys.config.paths import TrialPaths
 from realsys.errors import ConfigError, ScriptError, Stopped
 from realsys.loops import train
+from realsys.manager.ledger.events import Pinned
+from realsys.manager.ledger.journal import read_journal
 from realsys.session import FINISH
 from tests.support.jobs.jobs import BOUND_S, SMALL, Job, LiveJob, arith, processes_of
 from tests.support.jobs.jobs import realsys as command
@@ -60,6 +62,21 @@ def test_script_makes_its_rows(tmp_path):
     assert [step["version"] for step in steps] == [1, 2, 3, 4] and all(step["script"]["digits"] >= 2 for step in steps)
     rows = TrialPaths(root).submitted.read_text("utf-8").splitlines()
     assert 32 <= len(rows) <= 100 and len(set(rows)) > 16
+    assert "every check holds" in command("audit", root).stdout
+
+
+def test_policy_plays_against_a_pinned_version(tmp_path):
+    root = tmp_path / "runs" / "arith" / "duel"
+    argv = [*program("self_play.py", root, "train.total_steps=7"), "allocation=serve.d2+d1"]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=BOUND_S)
+    assert done.returncode == 0, done.stdout + done.stderr
+    job = Job(root, 0, done.stdout, done.stderr)
+    assert [step["version"] for step in job.records("train")] == list(range(1, 8))
+    assert all("opponent" in step["metrics"] for step in job.records("train"))
+    pins = [
+        event.held.version for event, _ in read_journal(job.paths.ledger) if isinstance(event, Pinned) and event.held
+    ]
+    assert pins == [0, 5]
     assert "every check holds" in command("audit", root).stdout
 
 
