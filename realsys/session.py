@@ -433,8 +433,8 @@ class Session:
     def pin(self, name: str) -> int:
         """Keep the newest version on a server under ``name``, for agents that play against it; return the version.
 
-        ``name`` again moves it to the newest version. Agents ask for it by ``session.generate(..., policy=name)``, or by
-        the ``model`` of a request. Raises ConfigError, for instance with fewer than two servers.
+        ``name`` again moves it to the newest version. Agents ask for it by ``session.generate(..., policy=name)``, or
+        by the ``model`` of a request. Raises ConfigError, for instance with fewer than two servers.
         """
         version: int = self._call("pin", name)
         return version
