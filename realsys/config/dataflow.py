@@ -188,7 +188,8 @@ def script_call(config: Config, role: str, what: str, keys: Set[str]) -> Dataflo
     """Return the graph of one call of a training script on a batch that has the arrays ``keys``.
 
     It is the call of the configuration's dataflow with the same handler and role if the batch has all that that one
-    reads. Raises ConfigError for a role without a model, an unknown call, and keys that no call has made.
+    reads. What it has made before, it makes again. Raises ConfigError for a role without a model, an unknown call, and
+    keys that no call has made.
     """
     flow = dataflow_of(config)
     if role not in (ACTOR, *flow.roles):
@@ -203,7 +204,7 @@ def script_call(config: Config, role: str, what: str, keys: Set[str]) -> Dataflo
     handler, needed, optional, made = found
     for call in flow.calls:
         if (call.handler, call.role) == (handler, role) and call.inputs <= keys:
-            return Dataflow([call], keys)
+            return Dataflow([call], keys - call.outputs)
     if missing := needed - keys:
         problem = f"the batch has no {', '.join(sorted(missing))}: compute them first"
         raise ConfigError("dataflow", f"{role}.{what}", problem)
@@ -215,7 +216,7 @@ def script_call(config: Config, role: str, what: str, keys: Set[str]) -> Dataflo
     made |= _keys("returns") if what == "advantages" and "values" in reads else _keys()
     name = what if what == "advantages" else f"{role}_{'train' if what == 'train' else 'inf'}"
     call = FunctionCall(name, role, handler, reads, made, trains=what == "train")
-    return _completed(Dataflow([call], keys), config)
+    return _completed(Dataflow([call], keys - made), config)
 
 
 def _with_kv_versions(flow: Dataflow, config: Config) -> Dataflow:

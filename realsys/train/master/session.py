@@ -392,15 +392,17 @@ class MasterSession:
         held = self._held(batch)
         for loss in {call.settings["loss"] for call in calls if "loss" in call.settings}:
             await asyncio.to_thread(LOSS.check, loss)  # it may import a file of the user
-        flows = {f"{call.role}.{call.what}": self._flow_of(call, held) for call in calls}
+        named = {f"{call.role}.{call.what}": call for call in calls}
+        flows = {name: self._flow_of(call, held) for name, call in named.items()}
         parts, step = self._parts, self._step
         args: dict[str, dict[str, Any]] = {}
-        for call, flow in zip(calls, flows.values(), strict=True):
+        for call, flow in zip(named.values(), flows.values(), strict=True):
             [function] = flow.calls
             own = parts.arguments.of_calls(step.number, flow.calls)[function.name]
             own |= {"lr": call.lr} if call.lr is not None and function.trains else {}
             args[function.name] = own | ({PPO: call.settings} if call.settings else {})
-        whole = Dataflow([call for flow in flows.values() for call in flow.calls], held.batch.keys)
+        functions = [function for flow in flows.values() for function in flow.calls]
+        whole = Dataflow(functions, held.batch.keys.difference(*(function.outputs for function in functions)))
         results = await self._computed(batch, parts.runner.call(step.number, held.batch, whole, args), args, whole)
         return {name: results[flow.calls[0].name].stats for name, flow in flows.items()}
 

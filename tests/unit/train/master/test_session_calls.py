@@ -32,7 +32,9 @@ def trained_by(script, *settings, batches=1, done=0):
 def by_hand(session):
     for _ in session.steps():
         batch = session.rollout.prepare_batch()
-        session.compute(batch, "actor.logprobs", *(["ref.logprobs"] if session.config.train.ppo.kl.coef else []))
+        session.compute(
+            batch, "actor.logprobs", "actor.logprobs", *(["ref.logprobs"] if session.config.train.ppo.kl.coef else [])
+        )
         if session.config.train.ppo.critic.enabled:
             session.critic.values(batch)
             session.advantages(batch)
