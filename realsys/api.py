@@ -196,8 +196,8 @@ class Session(session.Session):
     """A trial on whose models and rollouts a script trains: in a program, or in the cells of a notebook.
 
     Close it, or use it as a context manager: the end of the block ends training (evaluation, export), an exception
-    stops the run with a checkpoint. The same session again, by the name of its trial, goes on after its last
-    checkpoint, also when this process was killed.
+    stops the run with a checkpoint. Started again with the same trial name, it continues from the last checkpoint,
+    even if this process was killed.
     """
 
     def __init__(

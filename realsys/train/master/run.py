@@ -134,13 +134,14 @@ class MasterRun:
         if name == "session":
             await script_service.serve(self._session, self._ctx)
             return
-        loop, function = asyncio.get_running_loop(), LOOP.load(name)
+        loop = asyncio.get_running_loop()
 
         def call(method: str, *args: Any) -> Any:
             return from_thread(loop, self._session.perform, method, *args)
 
         session = Session(call, self._ctx.config, self._ctx.paths.root)
-        await in_thread("training loop", functools.partial(run_script, function, session, name))
+        # The file is imported in the thread, too: it may import torch.
+        await in_thread("training loop", lambda: run_script(LOOP.load(name), session, name))
 
     async def _start(self) -> int:
         """Run the phases before the first step; return the steps done.

@@ -40,14 +40,15 @@ class ScriptService:
     """Carries out the calls of one script on ``session``."""
 
     def __init__(self, session: MasterSession) -> None:
-        self.finished = asyncio.Event()
+        self.finished: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._session = session
         self._calls: dict[int, asyncio.Task[Any]] = {}
 
     async def call(self, request: CallRequest) -> CallReply:
         """Begin the call, unless it has been asked for before, and wait for its end."""
         if request.method == FINISH:
-            self.finished.set()
+            if not self.finished.done():
+                self.finished.set_result(None)
             return CallReply(done=True)
         if request.number not in self._calls:
             try:
@@ -90,8 +91,10 @@ async def serve(session: MasterSession, ctx: WorkerContext) -> None:
             return Response(msgspec.json.encode({"error": str(error)}), 400)
         except OF_THE_SCRIPT as error:
             reply = CallReply(done=True, error=type(error).__name__, message=str(error))
-        except Exception:
-            await asyncio.Event().wait()  # the run ends, and the script learns why from its launcher
+        except Exception as error:
+            if not service.finished.done():
+                service.finished.set_exception(error)
+            await asyncio.sleep(HELD_S)  # the run ends meanwhile, and the script learns why from its launcher
             raise
         return Response(msgspec.msgpack.encode(reply), media_type="application/msgpack")
 
@@ -105,8 +108,10 @@ async def serve(session: MasterSession, ctx: WorkerContext) -> None:
     address = SessionAddress(server.url, ctx.incarnation)
 
     async def until_finished() -> None:
-        await service.finished.wait()
-        server.stop()
+        try:
+            await service.finished
+        finally:
+            server.stop()
 
     def ready() -> None:
         write_durably(ctx.paths.session, msgspec.json.encode(address))

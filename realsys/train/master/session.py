@@ -178,7 +178,7 @@ class _Step:
     """What the script has done in a step so far."""
 
     number: int
-    watch: _Watch = field(default_factory=lambda: _Watch())
+    watch: _Watch = field(default_factory=_Watch)
     begin: int = field(default_factory=spans.now)
     seconds: dict[str, float] = field(default_factory=lambda: {"wait": 0.0})
     args: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -219,7 +219,7 @@ class MasterSession:
         self._step = _Step(1)
         self._used_up = False
         self._batches: dict[int, _Held] = {}
-        self._last_batch = 0
+        self._last_batch = time.time_ns()  # a batch of a trainer before this one has no number of this one
         self._calling = 0  # calls of the script that are carried out now
         self._failed: asyncio.Future[None] | None = None  # by an error of a call that is no mistake of the script
         self._over = False
@@ -243,6 +243,8 @@ class MasterSession:
             return await run_beside(work, self._parts.publisher.watch())
         finally:
             self._over = True
+            if self._submitted is not None:
+                self._submitted.close()
 
     async def _run(self, script: Callable[[], Awaitable[object]]) -> int:
         try:

@@ -108,7 +108,7 @@ def test_program_is_killed_and_goes_on(tmp_path):
 def test_session_outlives_the_trainer(tmp_path):
     """The MasterWorker is killed under a program: the loop begins again after the last checkpoint."""
     root = tmp_path / "runs" / "arith" / "lost"
-    begun = []
+    begun, held = [], []
 
     def kill_master():
         launcher = SimpleNamespace(process=own._process, root=root)
@@ -119,7 +119,12 @@ def test_session_outlives_the_trainer(tmp_path):
         for step in session.steps():
             if step == 3 and len(begun) == 1:
                 kill_master()
-            session.update(session.rollout.prepare_batch())
+            batch = session.rollout.prepare_batch()
+            if len(begun) == 2 and len(held) == 2:
+                with pytest.raises(ConfigError, match="prepare another one"):
+                    session.update(held[0])  # of the trainer that was killed
+            held.append(batch)
+            session.update(batch)
             session.publish()
 
     settings = [*FAST, f"fileroot={tmp_path / 'runs'}", "checkpoint.every_steps=1"]
