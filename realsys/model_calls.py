@@ -13,6 +13,7 @@ from realsys.types import SampleMeta, SequenceRef
 
 SNAPSHOT = "snapshot"  #: argument of a call: a SnapshotPlan
 PPO = "ppo"  #: argument of a call: fields of ``train.ppo`` that have other values in it
+MEASURE = "measure"  #: argument of a call that trains: it computes its statistics, and changes no weights
 
 
 class SnapshotPlan(msgspec.Struct):
@@ -139,10 +140,14 @@ class InitializeRequest(msgspec.Struct):
     trainer_incarnation: str = ""
 
 
-class LoadDemosRequest(msgspec.Struct):
-    """Tokenise the demonstrations ``indices`` and store them as samples."""
+class LoadRowsRequest(msgspec.Struct):
+    """Tokenise the lines ``indices`` of a split of ``data.demos`` and store them as samples.
+
+    The two rows of a pair, the chosen one first, are one episode.
+    """
 
     indices: list[int]
+    split: str = "train"
 
 
 class SamplesArrived(msgspec.Struct):

@@ -104,7 +104,11 @@ class FilterConfig(Section):
 class PPOConfig(Section):
     """Policy optimisation. The published algorithms are settings of it (configs/algorithm, docs/algorithms.md)."""
 
-    algorithm: str = Field("ppo", description="dataflow of a train step: ppo, or package.module:function")
+    algorithm: str = Field(
+        "ppo",
+        description="dataflow of a train step: ppo; sft, dpo or reward_model, which learn from data.demos;"
+        " or package.module:function",
+    )
     loss: str = Field(
         "ppo",
         description="ppo (clipped token ratio), gspo (clipped sequence ratio), cispo (clipped weight),"

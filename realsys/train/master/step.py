@@ -227,7 +227,7 @@ class Warmup:
             indices.extend(int(i) for i in order[offset : offset + self._config.batch - len(indices)])
         heads = self._parts.mesh.dp_heads()
         replies = await asyncio.gather(
-            *(self._parts.workers.load_demos(head, indices[i :: len(heads)]) for i, head in enumerate(heads))
+            *(self._parts.workers.load_rows(head, indices[i :: len(heads)]) for i, head in enumerate(heads))
         )
         return sorted((s for reply in replies for s in reply.samples), key=lambda s: s.sample_id)
 

@@ -7,7 +7,7 @@ Waits for the next request only. Produces replies, and the notice ``samples_arri
 
     request             to                              action
     initialize          ranks of the role's mesh        loads the role's shard
-    load_demos          an actor's DP head              tokenises demonstrations
+    load_rows          an actor's DP head              tokenises demonstrations
     transfer            sources and destinations        moves arrays between workers
     mfc                 ranks of the role's mesh        pre_hooks, handler, post_hooks
     leave_device        all ranks                       moves its roles to host memory, until their next calls
@@ -68,7 +68,7 @@ from realsys.model_calls import (
     Empty,
     InitializeRequest,
     KeepDroppedRequest,
-    LoadDemosRequest,
+    LoadRowsRequest,
     MaskRequest,
     MfcReply,
     MfcRequest,
@@ -183,7 +183,7 @@ class ModelWorkerService:
         self._checkpoints: dict[str, CheckpointWriter] = {}
         self._handlers: dict[str, tuple[type[msgspec.Struct], Callable[[Any], msgspec.Struct]]] = {
             "initialize": (InitializeRequest, self._initialize),
-            "load_demos": (LoadDemosRequest, self._load_demos),
+            "load_rows": (LoadRowsRequest, self._load_rows),
             "transfer": (TransferRequest, self._transfer),
             "mfc": (MfcShare, self._mfc),
             "leave_device": (LeaveDeviceRequest, self._leave_device),
@@ -271,7 +271,7 @@ class ModelWorkerService:
                 self._data.temperature = self._config.generation.sampling.temperature
         return Empty()
 
-    def _load_demos(self, request: LoadDemosRequest) -> SamplesArrived:
+    def _load_rows(self, request: LoadRowsRequest) -> SamplesArrived:
         return SamplesArrived(self._demos.load(request.indices))
 
     def _transfer(self, request: TransferRequest) -> TransferReply:

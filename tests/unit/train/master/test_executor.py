@@ -327,7 +327,7 @@ def test_actor_plan_balances_computed_rows():
 class DemoWorkers(SimulatedWorkers):
     """Simulated workers that also load demonstrations."""
 
-    def load_demos(self, head, indices):
+    def load_rows(self, head, indices):
         samples = []
         for index in indices:
             sample_id = f"demo/{head}/{len(self.held[head])}/{index}"
