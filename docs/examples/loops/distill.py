@@ -5,8 +5,6 @@ DIR is the teacher, a Hugging Face folder with the student's tokenizer:
     python distill.py roles.ref.path=DIR
 """
 
-import sys
-
 import realsys
 
 SETTINGS = [
@@ -32,5 +30,4 @@ def train(session: realsys.Session) -> None:
 
 
 if __name__ == "__main__":
-    with realsys.Session([*SETTINGS, *sys.argv[1:]]) as session:
-        session.run(train)
+    realsys.main(train, SETTINGS)
