@@ -378,7 +378,8 @@ def make_inputs(config: Config, paths: TrialPaths) -> None:
     from realsys.data.convert import convert, convert_sets
 
     if config.data.kind == "arith":
-        write_dataset(config.data.arith, paths.data, seed=config.seed)
+        preferences = dataflow_of(config).rows == "preferences"
+        write_dataset(config.data.arith, paths.data, seed=config.seed, preferences=preferences)
     if not config.model.path:
         write_char_tokenizer(paths.start_model, chat=config.model.tiny.chat)
         make_tiny_model(config.model.tiny, paths.start_model, seed=config.seed)

@@ -1,6 +1,5 @@
 """Rows to learn from: layouts of ``data.demos``, their tokens and loss masks, held-out lines, limits."""
 
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
