@@ -151,7 +151,7 @@ class LoadRowsRequest(msgspec.Struct):
 
 
 class SamplesArrived(msgspec.Struct):
-    """Metadata of samples that a ModelWorker now holds: reply to ``load_demos``, notice
+    """Metadata of samples that a ModelWorker now holds: reply to ``load_rows``, notice
     ``samples_arrived``.
     """
 

@@ -20,7 +20,15 @@ import msgspec
 from realsys.agent_runner.contract import NATIVE, kind_of
 from realsys.config.allocation import ACTOR, Allocation, parse_allocation
 from realsys.config.backend_rules import BackendRules, backend_rules
-from realsys.config.dataflow import Dataflow, check_calls, dataflow_of, own_offload, role_field, role_settings
+from realsys.config.dataflow import (
+    Dataflow,
+    check_calls,
+    dataflow_of,
+    is_supervised,
+    own_offload,
+    role_field,
+    role_settings,
+)
 from realsys.config.device_plan import nodes_of, seats_of
 from realsys.config.doors import (
     AGENT,
@@ -362,6 +370,11 @@ def _check_data(config: Config) -> None:
     check_sources(data, has_copy=TrialPaths.of(config).data_sources.is_file(), trains=not config.evaluate_only)
     if config.warmup.steps and not data.demos:
         raise ConfigError("data.demos", "", "the supervised warm-up (warmup.steps) needs demonstrations")
+    if is_supervised(config) and not data.demos:
+        algorithm = f"train.ppo.algorithm={config.train.ppo.algorithm}"
+        raise ConfigError("data.demos", "", f"{algorithm} learns from {dataflow_of(config).rows}: name a file")
+    if data.demos and not TrialPaths.of(config).demos.is_file() and (problem := source_problem(data.demos)):
+        raise ConfigError("data.demos", data.demos, problem)
     if held_out and not data.eval and not data.eval_fraction:
         raise ConfigError("data.eval_fraction", 0.0, "nothing is held out; name data.eval or set evaluation.problems=0")
 
@@ -384,8 +397,6 @@ def check_sources(data: DataConfig, *, has_copy: bool = False, trains: bool = Tr
             LAYOUT.check(layout, arguments)
         elif arguments:
             raise ConfigError(f"{field.rpartition('.')[0]}.layout", layout, "name the layout that takes layout_args")
-    if data.demos and not (Path(data.demos).is_file() and os.access(data.demos, os.R_OK)):
-        raise ConfigError("data.demos", data.demos, "is not a readable file")
 
 
 def _check_sets(config: Config) -> None:

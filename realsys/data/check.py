@@ -22,7 +22,7 @@ from realsys.config.schema import Config
 from realsys.config.schema_data import AUTO_LAYOUT, HELD_OUT, TRAIN, DataConfig
 from realsys.data.convert import DataSource, Split, encoded, prompt_lengths, rows_of, sources_of
 from realsys.data.layouts import ProblemRow, detect
-from realsys.data.learning import check_learning_data, learning_data
+from realsys.data.learning import LearningData, check_learning_data, learning_data
 from realsys.data.prompts import (
     PromptDataset,
     dropped_lines,
@@ -44,7 +44,7 @@ class DataCheck(NamedTuple):
 
     sizes     number of prompts per split, and of rows of data.demos to train on
     warnings  one line each
-    digest    of the prompts to train on, in order
+    digest    of the prompts to train on, or of the rows of a supervised run, in order
     """
 
     sizes: dict[str, int]
@@ -70,14 +70,26 @@ def check_data(config: Config, paths: TrialPaths, tokenizer: TextTokenizer) -> D
     if is_converted(paths):
         warnings += dropped_lines(paths)
     sizes = prompts.sizes()
+    digest = checked.digest
     if config.warmup.steps or is_supervised(config):
         learned = learning_data(config, paths, tokenizer)
-        check_learning_data(config, learned)
+        of_rows = check_learning_data(config, learned)
         sizes["demos"] = learned.size(TRAIN)
-        if is_supervised(config) and config.data.eval_fraction and not learned.size(HELD_OUT):
-            fraction = f"data.eval_fraction={config.data.eval_fraction}"
-            warnings.append(f"{fraction} holds out none of {sizes['demos']} rows of data.demos: none will be measured")
-    return DataCheck(sizes, warnings, checked.digest)
+        if is_supervised(config):
+            digest = of_rows
+            warnings += _warnings_of_rows(config, learned)
+    return DataCheck(sizes, warnings, digest)
+
+
+def _warnings_of_rows(config: Config, learned: LearningData) -> list[str]:
+    warnings, rows = [], learned.size(TRAIN)
+    if rows < (batch := config.train.batch_groups):
+        problem = f"there are fewer rows in data.demos to train on ({rows}) than train.batch_groups ({batch})"
+        warnings.append(f"{problem}: a batch has some of them more than once")
+    if config.data.eval_fraction and not learned.size(HELD_OUT):
+        fraction = f"data.eval_fraction={config.data.eval_fraction:g}"
+        warnings.append(f"{fraction} holds out none of {rows} rows of data.demos: no held-out loss is measured")
+    return warnings
 
 
 def _warnings(unknown: list[str], prompts: int, config: Config) -> list[str]:

@@ -10,11 +10,14 @@ The lines that a supervised run holds out are chosen by a hash of the prompt, as
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Literal
+
+import msgspec
 
 from realsys.config.dataflow import dataflow_of
 from realsys.config.paths import TrialPaths
@@ -72,13 +75,16 @@ class LearningData:
         lines = self._splits[split]
         return self._encode_line(lines, index, lines[index])
 
-    def check(self, *, longest: int, prompt: int = 0, response: int = 0) -> None:
-        """Tokenise everything once. Raises DataError for the first line that cannot be learned.
+    def check(self, *, longest: int, prompt: int = 0, response: int = 0) -> str:
+        """Tokenise everything once; return a digest of the lines to train on, in their order.
+
+        Raises DataError for the first line that cannot be learned.
 
         ``longest``: tokens of a line, both rows of a pair together. ``prompt`` and ``response``: of a single response,
         0 for no limit of its own.
         """
-        for lines in self._splits.values():
+        digest = hashlib.blake2b(digest_size=16)
+        for split, lines in self._splits.items():
             for indices, records in lines.chunks(_ROWS_AT_A_TIME):
                 try:
                     encoded = self._encode(records)
@@ -88,6 +94,9 @@ class LearningData:
                 for index, rows in zip(indices, encoded, strict=True):
                     if problem := next(_problems(rows, longest, prompt, response), None):
                         raise DataError(f"{lines.where(index)}: {problem}")
+                if split == TRAIN:
+                    digest.update(msgspec.json.encode(records))
+        return digest.hexdigest()
 
     def _encode_line(
         self, lines: Lines[Demonstration | Preference], index: int, record: Demonstration | Preference
@@ -163,10 +172,12 @@ def learning_data(config: Config, paths: TrialPaths, tokenizer: TextTokenizer) -
     return LearningData(path, tokenizer, rows=rows, chat_template=template, held_out=config.data.eval_fraction)
 
 
-def check_learning_data(config: Config, data: LearningData) -> None:
-    """Tokenise every line of ``data``. Raises DataError for the first that the run cannot learn from."""
+def check_learning_data(config: Config, data: LearningData) -> str:
+    """Tokenise every line of ``data`` and return the digest. Raises DataError for one that the run cannot learn from.
+
+    The warm-up imitates what agents do, so its responses have their limits.
+    """
     if dataflow_of(config).rows != "rollout":
-        data.check(longest=config.train.microbatch_tokens)
-        return
+        return data.check(longest=config.train.microbatch_tokens)
     response, sequence = config.generation.sampling.max_new_tokens, longest_sequence(config)
-    data.check(longest=config.train.microbatch_tokens, prompt=sequence - response, response=response)
+    return data.check(longest=config.train.microbatch_tokens, prompt=sequence - response, response=response)

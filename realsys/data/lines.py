@@ -5,6 +5,7 @@ Every problem is a DataError that starts with ``file:line:`` and ends with an ex
 
 from __future__ import annotations
 
+import contextlib
 import re
 from array import array
 from collections.abc import Collection, Iterator, Mapping
@@ -178,12 +179,12 @@ class LineReader(Generic[Record]):
                 line.decode()  # the decoder does not check the characters of keys that it skips
             record = self._record(line.removeprefix(BYTE_ORDER_MARK) if number == 1 else line)
         except MALFORMED as error:
-            raise self._error(path, number, str(error)) from None
+            raise self._error(path, number, line, str(error)) from None
         problem = problem_of(record)
         if problem is None and _MEDIA_KEY.search(line):
             problem = media_problem(_OBJECT.decode(line.removeprefix(BYTE_ORDER_MARK)))
         if problem:
-            raise self._error(path, number, problem)
+            raise self._error(path, number, line, problem)
         return record
 
     def _record(self, line: bytes) -> Record:
@@ -205,7 +206,7 @@ class LineReader(Generic[Record]):
         try:
             keys = _OBJECT.decode(line.removeprefix(BYTE_ORDER_MARK) if number == 1 else line)
         except MALFORMED as error:
-            raise self._error(path, number, str(error)) from None
+            raise self._error(path, number, line, str(error)) from None
         for name in set(self.kind.__struct_fields__).difference(_SHARED):
             keys.pop(name, None)
         return keys
@@ -215,8 +216,12 @@ class LineReader(Generic[Record]):
         for offset, number, line in scan_lines(path):
             yield offset, number, self.decode(path, number, line)
 
-    def _error(self, path: Path, number: int, problem: str) -> DataError:
-        return DataError(f"{path}:{number}: {problem}; a line must be {self.kind.EXAMPLE}")
+    def _error(self, path: Path, number: int, line: bytes, problem: str) -> DataError:
+        place = f"{path}:{number}"
+        if ORIGIN.encode() in line:
+            with contextlib.suppress(*MALFORMED):
+                place = str(_OBJECT.decode(line).get(ORIGIN, place))
+        return DataError(f"{place}: {problem}; a line must be {self.kind.EXAMPLE}")
 
 
 def _read_message(key: str, number: int, value: dict[str, Any]) -> Message:

@@ -27,7 +27,7 @@ import numpy.typing as npt
 from realsys.config.evaluation_sets import evaluation_sets, sources_of_sets
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
-from realsys.config.schema_data import TRAIN
+from realsys.config.schema_data import TRAIN, DataConfig
 from realsys.data.lines import LineReader, Lines, LinesBuilder, Problem, PromptText, index_file
 from realsys.data.submitted import SubmittedLines
 from realsys.data.tokenizer import TextTokenizer
@@ -371,9 +371,17 @@ def dataset_files(config: Config, paths: TrialPaths) -> DatasetFiles:
     if data.kind == "arith":
         return DatasetFiles(**own)
     train, held_out, demos = (Path(name) if name else None for name in (data.train, data.eval, data.demos))
+    demos = paths.demos if copies_demos(data) else demos
     if is_converted(paths):
         return DatasetFiles(own["train"] if train or data.mixture else None, own["eval"] if held_out else None, demos)
     return DatasetFiles(train, held_out, demos)
+
+
+def copies_demos(data: DataConfig) -> bool:
+    """Return True if the trial has a copy of ``data.demos``; a file of lines is read in its place."""
+    path = Path(data.demos)
+    is_table = path.suffix.lower() in (".json", ".parquet", ".arrow") or not path.is_file()
+    return data.kind != "arith" and bool(data.demos) and is_table
 
 
 def set_file(paths: TrialPaths, name: str) -> Path:

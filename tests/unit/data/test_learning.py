@@ -1,5 +1,7 @@
 """Rows to learn from: layouts of ``data.demos``, their tokens and loss masks, held-out lines, limits."""
 
+import json
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -7,6 +9,8 @@ from hypothesis import strategies as st
 from realsys.config.schema import Config
 from realsys.config.schema_data import HELD_OUT, TRAIN
 from realsys.data.arith import write_char_tokenizer
+from realsys.data.check import check_data
+from realsys.data.convert import check_copy, convert
 from realsys.data.learning import LearningData, learning_data
 from realsys.data.lines import Message
 from realsys.data.tokenizer import TextTokenizer
@@ -246,3 +250,50 @@ def test_masks_follow_the_template_or_it_is_refused(tmp_path, name):
     assert "two" in own and "four" in own and "one" not in own and "three" not in own
     assert "one" in rest and "three" in rest and "two" not in rest and "four" not in rest
     assert ids[-1] in tokenizer.eos_token_ids and mask[-1] and name not in REFUSED
+
+
+# ---- before the start of a run
+
+
+def supervised(tmp_path, demos, algorithm="dpo", **data):
+    train = {"ppo": {"algorithm": algorithm}, "microbatch_tokens": 1000}
+    data = {"train": str(jsonl(tmp_path / "t", [{"prompt": "1=", "answer": "1"}])), "demos": str(demos), **data}
+    return Config.model_validate({"train": train, "evaluation": {"problems": 0}, "data": data})
+
+
+def test_check_counts_and_identifies_rows(tmp_path, chat):
+    """A run that goes on knows a row by its number alone, so its digest must tell other rows and another order."""
+    rows = [{**PAIRS[0], "prompt": f"{i}+5?"} for i in range(40)]
+    checked = [
+        check_data(supervised(tmp_path, jsonl(tmp_path / f"d{i}", given), eval_fraction=0.2), trial(tmp_path), chat)
+        for i, given in enumerate((rows, rows, rows[::-1]))
+    ]
+    first, same, other = (check.digest for check in checked)
+    assert first == same != other and 0 < checked[0].sizes["demos"] < 40
+    assert checked[0].warnings[-1].startswith("there are fewer rows in data.demos to train on")
+    few = check_data(supervised(tmp_path, jsonl(tmp_path / "few", rows[:1])), trial(tmp_path), chat)
+    assert few.warnings[-1].startswith("data.eval_fraction=0.05 holds out none of 1 rows of data.demos")
+    long = jsonl(tmp_path / "long", [*rows, {**rows[0], "chosen": "8" * 1000}])
+    with pytest.raises(DataError, match=r"long:41: the two rows have 10\d\d tokens, but train.microbatch_tokens is"):
+        check_data(supervised(tmp_path, long), trial(tmp_path), chat)
+
+
+def test_table_is_copied_and_its_rows_are_named(tmp_path, chat):
+    """Null entries, which a table adds to give all rows the same keys, count as absent."""
+    file, paths = tmp_path / "pairs.json", trial(tmp_path / "trial")
+    padded = [{**message, "tool_calls": None} for message in PAIRS[3]["chosen"]]
+    file.write_text(json.dumps([{**PAIRS[3], "prompt": None, "chosen": padded}, {**PAIRS[3], "rejected": [ASK]}]))
+    config = supervised(tmp_path, file)
+    convert(config, paths)
+    with pytest.raises(DataError, match=r"pairs.json:row 2: rejected has no response"):
+        learning_data(config, paths, chat)
+    file.write_text(json.dumps([{**PAIRS[3], "prompt": None, "chosen": padded}, {**PAIRS[0], "prompt": "8" * 900}]))
+    convert(config, paths)
+    file.unlink()
+    data = learning_data(config, paths, chat)
+    assert learned(data.rows(TRAIN, 0), chat) == [["8<|im_end|>"], ["9<|im_end|>"]]
+    with pytest.raises(DataError, match=r"pairs.json:row 2: the two rows have 18\d\d tokens"):
+        check_data(config, paths, chat)
+    other = supervised(tmp_path, tmp_path / "other.jsonl")
+    with pytest.raises(ConfigError, match=r"data\.demos.*has its own copy of"):
+        check_copy(other, config, paths)
