@@ -88,7 +88,11 @@ def resolve(config: Config, *, now: datetime) -> Config:
     }
     data, sglang, store = config.data, config.generation.sglang, config.cluster.name_store
     mixture = [source.model_copy(update={"path": absolute_source(source.path)}) for source in data.mixture]
-    files = {"train": absolute_source(data.train), "eval": absolute_source(data.eval), "demos": absolute_source(data.demos)}
+    files = {
+        "train": absolute_source(data.train),
+        "eval": absolute_source(data.eval),
+        "demos": absolute_source(data.demos),
+    }
     sets = {
         name: own.model_copy(update={"path": absolute_source(own.path)}) for name, own in config.evaluation.sets.items()
     }

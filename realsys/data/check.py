@@ -76,7 +76,7 @@ def check_data(config: Config, paths: TrialPaths, tokenizer: TextTokenizer) -> D
         of_rows = check_learning_data(config, learned)
         sizes["demos"] = learned.size(TRAIN)
         if is_supervised(config):
-            digest = of_rows
+            digest = of_rows.digest
             warnings += _warnings_of_rows(config, learned)
     return DataCheck(sizes, warnings, digest)
 

@@ -11,11 +11,12 @@ The lines that a supervised run holds out are chosen by a hash of the prompt, as
 from __future__ import annotations
 
 import hashlib
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -39,6 +40,17 @@ class LearningRow:
 
     tokens: list[int]
     loss_mask: list[bool]
+
+
+class LearningCheck(NamedTuple):
+    """Result of reading all lines.
+
+    digest   of the lines to train on, in their order; equal on any machine
+    lengths  tokens of each line, both rows of a pair together
+    """
+
+    digest: str
+    lengths: array[int]
 
 
 class LearningData:
@@ -75,14 +87,13 @@ class LearningData:
         lines = self._splits[split]
         return self._encode_line(lines, index, lines[index])
 
-    def check(self, *, longest: int, prompt: int = 0, response: int = 0) -> str:
-        """Tokenise everything once; return a digest of the lines to train on, in their order.
-
-        Raises DataError for the first line that cannot be learned.
+    def check(self, *, longest: int, prompt: int = 0, response: int = 0) -> LearningCheck:
+        """Tokenise everything once. Raises DataError for the first line that cannot be learned.
 
         ``longest``: tokens of a line, both rows of a pair together. ``prompt`` and ``response``: of a single response,
         0 for no limit of its own.
         """
+        lengths = array("q")
         digest = hashlib.blake2b(digest_size=16)
         for split, lines in self._splits.items():
             for indices, records in lines.chunks(_ROWS_AT_A_TIME):
@@ -94,9 +105,10 @@ class LearningData:
                 for index, rows in zip(indices, encoded, strict=True):
                     if problem := next(_problems(rows, longest, prompt, response), None):
                         raise DataError(f"{lines.where(index)}: {problem}")
+                    lengths.append(sum(len(row.tokens) for row in rows))
                 if split == TRAIN:
                     digest.update(msgspec.json.encode(records))
-        return digest.hexdigest()
+        return LearningCheck(digest.hexdigest(), lengths)
 
     def _encode_line(
         self, lines: Lines[Demonstration | Preference], index: int, record: Demonstration | Preference
@@ -172,8 +184,8 @@ def learning_data(config: Config, paths: TrialPaths, tokenizer: TextTokenizer) -
     return LearningData(path, tokenizer, rows=rows, chat_template=template, held_out=config.data.eval_fraction)
 
 
-def check_learning_data(config: Config, data: LearningData) -> str:
-    """Tokenise every line of ``data`` and return the digest. Raises DataError for one that the run cannot learn from.
+def check_learning_data(config: Config, data: LearningData) -> LearningCheck:
+    """Tokenise every line of ``data``. Raises DataError for the first that the run cannot learn from.
 
     The warm-up imitates what agents do, so its responses have their limits.
     """
