@@ -121,7 +121,7 @@ class OptimizerSteps:
             totals = reduce_stats(self.merged, self.role)
             stats |= finish_stats(totals)
             stats["loss"] = totals["loss_sum"] / max(1.0, self.denominator)
-        elif not norms:
+        elif not self.denominator:
             stats["loss"] = math.nan
         return stats
 
