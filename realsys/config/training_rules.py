@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from realsys.config.allocation import ACTOR, Allocation
 from realsys.config.dataflow import Dataflow, role_field, role_settings, token_level_advantages
 from realsys.config.doors import FILTER, LOOP, LOSS
+from realsys.config.fields import arguments_of
 from realsys.config.schema import Config
-from realsys.config.schema_train import OptimizerConfig
+from realsys.config.schema_train import OBJECTIVES, OptimizerConfig
 from realsys.errors import ConfigError
 
 
@@ -27,7 +28,7 @@ def check_training(config: Config, allocation: Allocation, flow: Dataflow) -> No
             raise ConfigError(f"{role_field(role)}.offload", "optimizer", problem)
     _check_rewards(config)
     _check_selection(config)
-    _check_loss(config)
+    _check_loss(config, flow)
     _check_advantages(config)
 
 
@@ -108,8 +109,11 @@ def _check_selection(config: Config) -> None:
         raise ConfigError("rollout.keep.by", "best", problem)
 
 
-def _check_loss(config: Config) -> None:
+def _check_loss(config: Config, flow: Dataflow) -> None:
     ppo = config.train.ppo
+    if objectives := [OBJECTIVES[call.handler] for call in flow.calls if call.handler in OBJECTIVES]:
+        arguments_of(objectives[0], ppo.loss_args, LOSS.arguments_field)
+        return
     if ppo.loss_args and ppo.loss in LOSS.builtin:
         problem = f"must be empty for loss={ppo.loss}, which reads its settings from train.ppo"
         raise ConfigError("train.ppo.loss_args", ppo.loss_args, problem)

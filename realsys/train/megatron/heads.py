@@ -27,12 +27,13 @@ class Outputs:
     """The model's outputs that a loss reads, fp32 [a] over the loss tokens of a micro-batch.
 
     lm head     logprobs and entropy; the entropy has a gradient only if train.ppo.entropy_coef > 0
-    value head  values, of the state before each token
+    value head  values, of the state before each token; or scores [n], the values at ``MicroBatch.ends``, if it has them
     """
 
     logprobs: torch.Tensor | None = None
     entropy: torch.Tensor | None = None
     values: torch.Tensor | None = None
+    scores: torch.Tensor | None = None
 
 
 class HiddenStatesModel(GPTModel):
@@ -128,6 +129,8 @@ class OutputHead:
 
     def outputs(self, batch: MicroBatch, hidden: torch.Tensor, temperature: float | None = None) -> Outputs:
         """Return what a loss reads, for either kind of head. ``temperature`` None: that of each token."""
+        if batch.ends is not None:
+            return Outputs(scores=self.evaluate(batch, hidden, batch.ends))
         if self._kind == "value":
             return Outputs(values=self.evaluate(batch, hidden, batch.rows))
         logprobs, entropy = self._score(batch, hidden, self._scoring, temperature)
