@@ -28,7 +28,7 @@ from realsys.cluster.network import bind_problem, is_loopback, take_address
 from realsys.cluster.stream.sockets import private_folder
 from realsys.config.allocation import parse_allocation
 from realsys.config.compose import with_overrides
-from realsys.config.dataflow import dataflow_of, role_settings
+from realsys.config.dataflow import dataflow_of, role_settings, takes_prompts
 from realsys.config.evaluation_sets import evaluation_sets
 from realsys.config.paths import TrialPaths, newest_dump, read_config, write_config
 from realsys.config.rules import check_made_model
@@ -415,8 +415,9 @@ def _read_inputs(config: Config, paths: TrialPaths) -> DataCheck:
         if wanted > checked.sizes[split]:
             problems = "problems are held out" if split == HELD_OUT else "problems are in the set"
             raise ConfigError(field, wanted, f"only {checked.sizes[split]} {problems}: lower it")
-    if train.total_epochs and train.total_epochs * checked.sizes["train"] < train.batch_groups:
-        problem = f"{train.total_epochs} epochs of {checked.sizes['train']} prompts do not fill one batch: lower it"
+    prompts = checked.sizes["train"]
+    if takes_prompts(config) and 0 < train.total_epochs * prompts < train.batch_groups:
+        problem = f"{train.total_epochs} epochs of {prompts} prompts do not fill one batch: lower it"
         raise ConfigError("train.batch_groups", train.batch_groups, problem)
     if config.warmup.steps and checked.sizes["demos"] < config.warmup.batch:
         problem = f"there are only {checked.sizes['demos']} demonstrations: lower it"

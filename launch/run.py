@@ -30,7 +30,7 @@ from realsys.cluster.process import RUN_ID, STORE_ADDRESS, read_errors
 from realsys.config.allocation import parse_allocation
 from realsys.config.backend_rules import backend_rules
 from realsys.config.compose import compose, given_fields, quoted
-from realsys.config.dataflow import dataflow_of
+from realsys.config.dataflow import dataflow_of, takes_prompts
 from realsys.config.device_memory import GIB
 from realsys.config.device_plan import Needs, as_lines, nodes_of, seats_of
 from realsys.config.doors import LOSS
@@ -395,19 +395,24 @@ def _facts(config: Config, sizes: Mapping[str, int], place: Place) -> Iterator[t
     allocation, flow = parse_allocation(config.allocation), dataflow_of(config)
     servers, width = allocation.inference.data, allocation.inference.tensor
     layout = f"servers: {servers}" + (f" of {width} devices each" if width > 1 else "")
-    yield "engine", f"{config.generation.backend}, {layout}, training ranks: {allocation.workers}"
+    engine = f"{config.generation.backend}, {layout}" if servers else "none"
+    yield "engine", f"{engine}, training ranks: {allocation.workers}"
     if turns := turns_line(config, place):
         yield "turns", turns
     name = config.model.path or "made on the spot"
     yield "model", f"{_count(model_of(config).parameters)} parameters in {config.model.dtype}, {name}"
     groups, size = config.train.batch_groups, config.rollout.trained_episodes
     episodes = f"{groups} prompts x {size} episodes of at most {longest_sequence(config):,} tokens"
-    yield "batch", f"{episodes}: at most {batch_tokens(config):,} tokens"
     ppo = config.train.ppo
     loss = f"loss {ppo.loss}, clip -{ppo.eps_clip:g} +{ppo.eps_clip_higher or ppo.eps_clip:g}"
-    advantage = f"advantages: mean of {ppo.advantage.mean}, deviation of {ppo.advantage.std}"
-    yield "training", f"{loss}, lr {config.train.optimizer.lr:g}, {ppo.minibatches} minibatches; {advantage}"
-    yield "steps", epochs_text(planned_steps(config, sizes["train"]), sizes["train"] / groups)
+    advantage = f"; advantages: mean of {ppo.advantage.mean}, deviation of {ppo.advantage.std}"
+    rows = sizes["train"]
+    if not takes_prompts(config):
+        rows, loss, advantage = max(1, sizes.get("demos", 0)), ppo.algorithm, ""
+        episodes = f"{groups} {flow.rows} of at most {longest_sequence(config):,} tokens"
+    yield "batch", f"{episodes}: at most {batch_tokens(config):,} tokens"
+    yield "training", f"{loss}, lr {config.train.optimizer.lr:g}, {ppo.minibatches} minibatches{advantage}"
+    yield "steps", epochs_text(planned_steps(config, rows), rows / groups)
     layers = model_of(config).layers
     again = recomputed_of_model(config.train.recompute, layers, allocation.actor.pipeline)
     yield "recompute", f"{again} of {layers} layers in the backward pass"
