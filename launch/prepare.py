@@ -40,7 +40,16 @@ from realsys.data.convert import check_copy, check_prompts, needs_copy, write_di
 from realsys.data.prompts import write_atomically
 from realsys.errors import ConfigError, NameStoreError, StreamError
 from realsys.launch.nodes.orders import outlive_agents
-from realsys.launch.start import StoredTrial, check_inputs, decide_start, describe, newer_data, read_trial, resume_path
+from realsys.launch.start import (
+    StoredTrial,
+    check_inputs,
+    decide_start,
+    describe,
+    is_complete,
+    newer_data,
+    read_trial,
+    resume_path,
+)
 from realsys.launch.trial_folder import TrialLock, claim_keys, held_by, remove_keys, running_launcher, tidy
 from realsys.manager.ledger.events import Resumed
 from realsys.manager.ledger.journal import Journal
@@ -191,6 +200,22 @@ def examine(config: Config, paths: TrialPaths, *, other_disk: bool = False) -> E
         check_here(config, paths, other_disk=other_disk)
         make_inputs(config, inputs)
         return _examine(config, inputs, trial)
+
+
+def complete_start(config: Config, paths: TrialPaths) -> TrialStart | None:
+    """Return the start of a trial that has trained all its steps and can be left alone; None for any other.
+
+    Raises ConfigError.
+    """
+    check_folder(config, paths)
+    trial = read_trial(config, paths)
+    complete = trial.prompts is not None and is_complete(config, trial, trial.prompts)
+    return decide_start(config, trial) if complete else None
+
+
+def differences(start: TrialStart) -> Iterator[str]:
+    """Name the settings of a complete trial that the command does not have. Its results stay as they are."""
+    yield from (f"it has {change.field}={change.old!r}, not {change.new!r}" for change in start.changed)
 
 
 def _examine(config: Config, paths: TrialPaths, trial: StoredTrial) -> Examined:

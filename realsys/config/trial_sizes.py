@@ -93,7 +93,9 @@ def disk_bytes(config: Config, flow: Dataflow) -> int:
     """
     actor, state = _sizes(config, flow)
     settings = config.checkpoint
-    versions = (config.weights.keep_versions if has_servers(config) else 0) + 2  # one is being written; one is the trained model
+    versions = (
+        config.weights.keep_versions if has_servers(config) else 0
+    ) + 2  # one is being written; one is the trained model
     if settings.hf_every_steps:
         versions += config.train.total_steps // settings.hf_every_steps
     checkpoints = settings.keep + 1 if settings.every_steps else int(settings.at_end or settings.on_stop)
