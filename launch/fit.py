@@ -14,7 +14,7 @@
                                        (BackendRules.sharing)
     data.max_prompt_tokens,            the model's positions, if the defaults do not fit: a quarter for the prompt
     generation.sampling.max_new_tokens
-    evaluation.problems                the held-out problems, if there are fewer
+    evaluation.problems                the held-out problems, if there are fewer; 0 without servers
     rollout.workers                    with GPUs: as many as fill the caches of the servers
     weights.storage_readers            2, if servers run on four or more nodes
     backend's room for keys of turns   with an agent of several turns: for the episodes that wait, in a quarter of the
@@ -32,7 +32,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from realsys.config.allocation import AUTO, parse_allocation
+from realsys.config.allocation import AUTO, has_servers, parse_allocation
 from realsys.config.backend_rules import backend_rules, sizes_of
 from realsys.config.dataflow import dataflow_of
 from realsys.config.device_memory import GIB, left_by_ranks
@@ -110,7 +110,7 @@ def _is_open(config: Config, given: Collection[str], field: str) -> bool:
 
 def _backend(config: Config, given: Collection[str], machine: Machine) -> dict[str, tuple[Any, str]]:
     """Choose the fast engine, unless the experiment asks for the embedded one on GPUs."""
-    if not machine.gpus or config.model.small_on_gpu or not _is_open(config, given, _BACKEND):
+    if not (machine.gpus and has_servers(config)) or config.model.small_on_gpu or not _is_open(config, given, _BACKEND):
         return {}
     owner = "the nodes have" if config.cluster.nodes else "this machine has"
     return {_BACKEND: (_GPU_BACKEND, f"{owner} GPUs")}
@@ -217,7 +217,7 @@ def _sharing(config: Config, machine: Machine) -> dict[str, tuple[Any, str]]:
 
 def _rollout_workers(config: Config, given: Collection[str], machine: Machine) -> dict[str, tuple[Any, str]]:
     """Start enough RolloutWorkers to keep all servers on GPUs busy, and no more than admission lets run."""
-    if not machine.gpus or not _is_open(config, given, _WORKERS):
+    if not (machine.gpus and has_servers(config)) or not _is_open(config, given, _WORKERS):
         return {}
     rollout, servers = config.rollout, parse_allocation(config.allocation).inference.data
     size, of_worker, admitted = rollout.sampled_episodes, rollout.max_concurrent, _admitted(config)
@@ -252,7 +252,7 @@ def _admitted(config: Config) -> int:
 
 def _held_episodes(config: Config, given: Collection[str], machine: Machine) -> dict[str, tuple[Any, str]]:
     """Let servers hold the keys of all episodes in progress, if the agent has several turns."""
-    if config.model.path and not (Path(config.model.path) / "config.json").is_file():
+    if (config.model.path and not (Path(config.model.path) / "config.json").is_file()) or not has_servers(config):
         return {}
     rollout, allocation, backend = config.rollout, parse_allocation(config.allocation), backend_rules(config)
     groups = rollout.workers * rollout.max_concurrent
@@ -297,6 +297,8 @@ def _lengths(config: Config, given: Collection[str]) -> dict[str, tuple[Any, str
 
 
 def _evaluations(config: Config, given: Collection[str]) -> dict[str, tuple[Any, str]]:
+    if not has_servers(config) and _is_open(config, given, _EVALUATION):
+        return {_EVALUATION: (0, f"allocation={config.allocation} has no servers to sample from")}
     sources = [config.data.train, config.data.eval, *(source.path for source in config.data.mixture)]
     named = [source for source in sources if source]
     if config.data.kind != "jsonl" or not _is_open(config, given, _EVALUATION) or not named or config.evaluate_only:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from realsys.config.dataflow import dataflow_of, role_field, role_settings, saved_roles
+from realsys.config.dataflow import dataflow_of, role_field, role_settings, saved_roles, takes_prompts
 from realsys.config.paths import TrialPaths, read_config
 from realsys.config.schema import Config
 from realsys.data.prompts import is_converted
@@ -241,7 +241,7 @@ def check_inputs(config: Config, paths: TrialPaths, trial: StoredTrial, sizes: M
     """
     if trial.state is not None:
         _check_state(config, paths, trial, sizes)
-    if trial.prompts not in (None, sizes["train"]):
+    if trial.prompts not in (None, sizes["train"]) and takes_prompts(config):
         problem = (
             f"trial {config.trial!r} was begun with {trial.prompts} prompts, and the train split has "
             f"{sizes['train']}: use the same data, or choose another trial name"
@@ -270,7 +270,7 @@ def _check_state(config: Config, paths: TrialPaths, trial: StoredTrial, sizes: M
                 problem = f"is of another model: role {role!r} has {size} {theirs} there, {ours} here"
                 raise ConfigError(name, value, problem)
     position, epochs = trial.state.position, config.train.total_epochs
-    if sizes["train"] != position.prompts:
+    if sizes["train"] != position.prompts and takes_prompts(config):
         problem = f"was trained on {position.prompts} prompts, and the train split has {sizes['train']}: "
         raise ConfigError(name, value, problem + "use the same data")
     is_used_up = position.cursor >= epochs * position.prompts and len(position.pending) < config.train.batch_groups

@@ -286,6 +286,11 @@ def is_supervised(config: Config) -> bool:
     return dataflow_of(config).rows != "rollout"
 
 
+def takes_prompts(config: Config) -> bool:
+    """Return True if the run trains on prompts of ``data.train``. A supervised run or an evaluation may have none."""
+    return not (config.evaluate_only or is_supervised(config))
+
+
 def advantages_by_token(config: Config) -> bool:
     """Return True if a call of the graph computes one advantage per token, False if each episode has one."""
     return any("advantages" in call.outputs for call in dataflow_of(config).calls)

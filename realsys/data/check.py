@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
-from realsys.config.dataflow import is_supervised
+from realsys.config.dataflow import is_supervised, takes_prompts
 from realsys.config.evaluation_sets import sources_of_sets
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
@@ -99,7 +99,7 @@ def _warnings(unknown: list[str], prompts: int, config: Config) -> list[str]:
         warnings.append(
             f"the tokenizer does not know {len(unknown)} characters of the prompts, and loses them: {shown}"
         )
-    if prompts < (batch := config.train.batch_groups) and not config.evaluate_only:
+    if prompts < (batch := config.train.batch_groups) and takes_prompts(config):
         problem = f"there are fewer train prompts ({prompts}) than train.batch_groups ({batch})"
         warnings.append(f"{problem}: a batch has some of them more than once")
     return warnings

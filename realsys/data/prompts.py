@@ -24,6 +24,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from realsys.config.dataflow import takes_prompts
 from realsys.config.evaluation_sets import evaluation_sets, sources_of_sets
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
@@ -221,8 +222,8 @@ def open_splits(config: Config, paths: TrialPaths, *, sets: bool = True) -> Spli
         prompt_key(problem.prompt) for lines in of_sets.values() for _, chunk in lines.chunks() for problem in chunk
     }
     if files.train is None:
-        assert files.eval is not None
-        splits = Splits(LinesBuilder(files.eval, reader).build(), index_file(files.eval, reader))
+        nothing = LinesBuilder(files.eval or Path(), reader).build()
+        splits = Splits(nothing, index_file(files.eval, reader) if files.eval else nothing)
     elif files.eval is not None:
         splits = _keep_out(files.train, files.eval, reader, keys)
     else:
@@ -280,7 +281,7 @@ def prompt_key(prompt: PromptText) -> int:
 
 
 def _check_sizes(splits: Splits, files: DatasetFiles, config: Config) -> None:
-    if not len(splits.train) and not config.evaluate_only:
+    if not len(splits.train) and takes_prompts(config):
         where = "data.eval or in a set of evaluations" if splits.sets else "data.eval"
         problem = f"every prompt is in {where}, too" if splits.leaked else "no prompts to train on"
         raise DataError(f"{files.train}: {problem}: add lines")
@@ -349,9 +350,9 @@ def copies_in_epoch(rows: Sequence[int], weights: Sequence[float]) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class DatasetFiles:
-    """Dataset files. One of ``train`` and ``eval`` is given.
+    """Dataset files. One of ``train`` and ``eval`` is given, unless the run is supervised and evaluates nothing.
 
-    train  None: an evaluation reads held-out problems alone
+    train  None: an evaluation reads held-out problems alone, a supervised run no prompts to train on
     eval   None: a fraction of ``train`` is held out
     demos  None: no demonstrations
     """

@@ -113,8 +113,8 @@ def expected_workers(config: Config) -> list[str]:
         "gserver_manager": 1,
         "generation_server": allocation.inference.data,
         "model_worker": allocation.workers,
-        "reward_service": config.rollout.reward.services,
-        "rollout_worker": config.rollout.workers,
+        "reward_service": config.rollout.reward.services if allocation.inference.data else 0,
+        "rollout_worker": config.rollout.workers if allocation.inference.data else 0,
     }
     return [f"{kind}/{index}" for kind, count in counts.items() for index in range(count)]
 

@@ -23,7 +23,7 @@ from realsys.cluster.aio import from_thread, in_thread, on_disk, unless
 from realsys.cluster.stream.master_stream import MasterStream, RoutedStream
 from realsys.cluster.topology import Mesh, place, routing_table
 from realsys.cluster.worker import WorkerContext
-from realsys.config.allocation import ACTOR, parse_allocation
+from realsys.config.allocation import ACTOR, has_servers, parse_allocation
 from realsys.config.dataflow import Dataflow, dataflow_of, is_supervised, role_settings, saved_roles
 from realsys.config.doors import LOOP
 from realsys.config.evaluation_sets import DEMOS, evaluation_sets, id_of_set
@@ -430,4 +430,5 @@ def _build_publisher(ctx: WorkerContext, workers: ModelWorkers) -> Publisher:
         incarnation=ctx.incarnation,
         transport=config.weights.transport,
         timeout_s=config.cluster.request_timeout_s,
+        served=has_servers(config),
     )

@@ -397,3 +397,12 @@ def test_short_prompts_are_near_only_if_equal():
     index.add("e:1", "2+2")
     assert index.nearest("2 + 2").similarity == 1.0
     assert index.nearest("2+3") is None and index.nearest("") is None
+
+
+def test_supervised_run_has_no_prompts_unless_they_are_given(tmp_path):
+    config = Config(train=TrainConfig.model_validate({"ppo": {"algorithm": "sft"}}), evaluation=EvalConfig(problems=0))
+    prompts = PromptDataset(config, trial(tmp_path), char_tokenizer(tmp_path / "model"))
+    assert prompts.sizes() == {"train": 0, "eval": 0} and not prompts.check().unknown
+    assert check_references(config, trial(tmp_path)) == []
+    held_out = config.data.model_copy(update={"eval": str(jsonl(tmp_path / "e", problems(3)))})
+    assert split_sizes(config.model_copy(update={"data": held_out}), trial(tmp_path)) == {"train": 0, "eval": 3}
