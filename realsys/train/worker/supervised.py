@@ -94,10 +94,11 @@ def _arguments(role: Role, handler: str) -> dict[str, Any]:
 
 
 def _sft(batch: MicroBatch, outputs: Outputs, denominator: float) -> tuple[torch.Tensor, Stats]:
-    theta, entropy = outputs.logprobs, outputs.entropy
-    assert theta is not None and entropy is not None
+    theta, entropy, highest = outputs.logprobs, outputs.entropy, outputs.highest
+    assert theta is not None and entropy is not None and highest is not None
     share, stats = sft_loss(theta, torch.ones_like(theta, dtype=torch.bool), denominator)
-    return share, stats | {"entropy_sum": entropy.detach().sum()}
+    greedy = (theta.detach() >= highest).sum()  # tokens that are the most probable ones
+    return share, stats | {"entropy_sum": entropy.detach().sum(), "accuracy_sum": greedy.float()}
 
 
 def _dpo(batch: MicroBatch, outputs: Outputs, denominator: float, **arguments: Any) -> tuple[torch.Tensor, Stats]:
