@@ -246,11 +246,11 @@ def _facts(summary: Summary) -> Iterator[tuple[str, str]]:
             yield "held-out accuracy", _gain(accuracy["before"], accuracy["after"], record)
         elif record.get("eval_id") == id_of_set("after", DEMOS):
             before = evaluations.get(id_of_set("before", DEMOS), {})
-            course = [
+            courses = [
                 f"{name} {fmt(before.get(name), spec)} -> {fmt(record.get(name), spec)}"
                 for name, spec in (("loss", ".3f"), ("accuracy", ".1%"))
             ]
-            yield "held-out rows", f"{', '.join(course)} on {asked(record)}"
+            yield "held-out rows", f"{', '.join(courses)} on {asked(record)}"
         elif str(record.get("eval_id")).partition(".")[0] == "after" and record.get("complete") is not None:
             yield f"evaluation {record['eval_id']}", headline(record)
     if metrics := _metrics([record for record in summary["evaluations"] if is_held_out(record)]):

@@ -154,13 +154,16 @@ def _plan(stage: Stage, models: Sequence[Model], options: RunOptions) -> Planned
 def gain(paths: TrialPaths) -> str:
     """Return what a stage has gained on held-out problems, or else on held-out rows, as text."""
     evaluations = {r["eval_id"]: r for r in surviving_steps(paths.steps) if r["kind"] == "eval"}
-    found = []
-    for name, fields in ((HELD_OUT, {"accuracy": ".1%"}), (DEMOS, {"loss": ".4f", "accuracy": ".1%"})):
+    for name, fields in ((HELD_OUT, {"accuracy": ".1%"}), (DEMOS, {"loss": ".3f", "accuracy": ".1%"})):
         before, after = (evaluations.get(id_of_set(when, name), {}) for when in ("before", "after"))
-        for field, spec in fields.items():
-            if after.get(field) is not None and not found:
-                found.append(f"held-out {field} {fmt(before.get(field), spec)} -> {fmt(after[field], spec)}")
-    return ", ".join(found) or "done"
+        found = [
+            f"{field} {fmt(before.get(field), spec)} -> {fmt(after[field], spec)}"
+            for field, spec in fields.items()
+            if after.get(field) is not None
+        ]
+        if found:
+            return f"held-out {', '.join(found)}"
+    return "done"
 
 
 # ---- files of stages

@@ -78,7 +78,8 @@ def train_line(record: Record) -> str:
             f"{fmt(number(record, 'seconds', 'total'), '.1f')} s"
         )
     return (
-        f"{begin}reward {fmt(number(record, 'reward_mean'), '+.3f')}  accuracy {fmt(number(record, 'accuracy'), '.1%')}  "
+        f"{begin}reward {fmt(number(record, 'reward_mean'), '+.3f')}  "
+        f"accuracy {fmt(number(record, 'accuracy'), '.1%')}  "
         f"length {fmt(number(record, 'length_mean'), '.0f')}  "
         f"staleness {fmt(number(record, 'staleness', 'mean'), '.1f')}/"
         f"{fmt(number(record, 'staleness', 'max'), '.0f')}  "

@@ -84,7 +84,11 @@ def _train(
         if scored and role.groups.last_stage:
             for batch in batches:
                 batch.ends = last_rows(batch)
-        steps.take(minibatch, batches, partial(objective, denominator=denominator), denominator)
+
+        def loss(batch: MicroBatch, outputs: Outputs, denominator: float = denominator) -> tuple[torch.Tensor, Stats]:
+            return objective(batch, outputs, denominator)
+
+        steps.take(minibatch, batches, loss, denominator)
     return CallOutcome(steps.finish())
 
 
