@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from realsys.config.allocation import lent_servers, own_servers
-from realsys.config.dataflow import takes_prompts
+from realsys.config.dataflow import is_supervised, takes_prompts
 from realsys.config.schema import Config
 from realsys.config.schema_data import CurriculumConfig
 from realsys.manager import messages as m
@@ -121,7 +121,7 @@ class ManagerSettings:
             trains=trains,
             stale_policy=config.asynchronous.stale_policy,
             curriculum=_curriculum(config.data.curriculum),
-            order=config.data.order,
+            order="none" if is_supervised(config) else config.data.order,
             lease_s=manager.rollout_lease_s,
             routing=manager.routing,
             kv_reuse_versions=config.asynchronous.kv_reuse_versions,

@@ -221,7 +221,7 @@ class Ledger:
             elif number is None or self.columns.outcome[number] != version:
                 was = self.state_of(ticket_id)
                 raise BadCall(f"ticket {ticket_id} trained at version {version}, though it is {was}, not claimed")
-        if not fresh:
+        if not fresh and (tickets or version <= max(self.newest, 0)):  # a supervised step has no tickets
             return None
         event = e.Trained(version, step, list(fresh), now, list(fresh.values()) if oldest else [], incarnation)
         self.apply(event)

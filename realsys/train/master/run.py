@@ -275,7 +275,8 @@ class MasterRun:
             for name, made in self._sets.items()
             if made.problems and not evaluated(records, id_of_set(eval_id, name), step)
         }
-        measured = self._parts.rows is None or evaluated(records, id_of_set(eval_id, DEMOS), step)
+        rows = self._parts.rows
+        measured = rows is None or not rows.held_out_lines or evaluated(records, id_of_set(eval_id, DEMOS), step)
         if measured and not sets:
             return
         await self._status.enter("evaluate")
