@@ -141,12 +141,13 @@ class InitializeRequest(msgspec.Struct):
 
 
 class LoadRowsRequest(msgspec.Struct):
-    """Tokenise the lines ``indices`` of a split of ``data.demos`` and store them as samples.
+    """Tokenise lines of a split of ``data.demos`` and store them as samples.
 
-    The two rows of a pair, the chosen one first, are one episode.
+    ``lines``: name of the line in its batch -> its index. The two rows of a pair, the chosen one first, are one
+    episode of it.
     """
 
-    indices: list[int]
+    lines: dict[str, int]
     split: str = "train"
 
 

@@ -145,7 +145,9 @@ def _plan(stage: Stage, models: Sequence[Model], options: RunOptions) -> Planned
         words += [f"{_MODEL}={quoted(str(language[-1].known))}", f"{_WARMUP}=0"]
     if rewards and config.train.ppo.reward_model_weight and _REWARD not in stage.own:
         path = rewards[-1].path
-        words += [f"{_REWARD}={quoted(str(path))}" if path.is_dir() else "train.ppo.reward_model_weight=0"]
+        # Without the model its weight is 0 in the check, and then the verifier's rewards may not be equal.
+        unknown = ["train.ppo.reward_model_weight=0", "rollout.reward.correct=1", "rollout.reward.wrong=0"]
+        words += [f"{_REWARD}={quoted(str(path))}"] if path.is_dir() else unknown
         if not path.is_dir() and "reward." in config.allocation:  # a role that no call needs then
             words.append(f"allocation={AUTO}")
     return plan_run(words, replace(options, trial=f"{options.trial}-{stage.number}"))

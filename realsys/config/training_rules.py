@@ -72,7 +72,7 @@ def _check_sharded(field: str, optimizer: OptimizerConfig) -> None:
 
 def _check_rewards(config: Config) -> None:
     ppo, reward = config.train.ppo, config.rollout.reward
-    if reward.correct <= reward.wrong:
+    if reward.correct <= reward.wrong and not (reward.correct == reward.wrong and ppo.reward_model_weight):
         raise ConfigError(
             "rollout.reward.correct", reward.correct, f"must be above rollout.reward.wrong ({reward.wrong})"
         )

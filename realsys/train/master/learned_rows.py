@@ -8,6 +8,7 @@ The lines of a batch depend on its number and the seed alone, so a run goes on w
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -44,7 +45,7 @@ class LearnedRows:
 
     async def held_out(self) -> list[list[SampleMeta]]:
         """Load the held-out lines that are measured."""
-        return await self._load(range(self.held_out_lines), HELD_OUT)
+        return await self._load(HELD_OUT, range(self.held_out_lines), HELD_OUT)
 
     async def close(self) -> None:
         """Give up what is loaded ahead."""
@@ -55,7 +56,7 @@ class LearnedRows:
 
     def _begun(self, number: int) -> asyncio.Task[list[list[SampleMeta]]]:
         if number not in self._upcoming:
-            self._upcoming[number] = asyncio.create_task(self._load(self._indices(number), TRAIN))
+            self._upcoming[number] = asyncio.create_task(self._load(f"{TRAIN}/{number}", self._indices(number), TRAIN))
         return self._upcoming[number]
 
     def _indices(self, number: int) -> list[int]:
@@ -67,11 +68,15 @@ class LearnedRows:
             indices.extend(int(i) for i in order[offset : offset + self._batch - len(indices)])
         return indices
 
-    async def _load(self, indices: Sequence[int], split: str) -> list[list[SampleMeta]]:
-        heads = self._heads
-        shares = [(head, list(indices[i :: len(heads)])) for i, head in enumerate(heads)]
-        replies = await asyncio.gather(*(self._workers.load_rows(head, own, split) for head, own in shares if own))
-        groups: dict[str, list[SampleMeta]] = {}
-        for sample in sorted((s for reply in replies for s in reply.samples), key=lambda s: s.sample_id):
-            groups.setdefault(sample.ticket_id, []).append(sample)
+    async def _load(self, name: str, indices: Sequence[int], split: str) -> list[list[SampleMeta]]:
+        # The names tell places in the batch alone, so it is packed alike after a failure, and on any layout.
+        lines = {f"{name}.{place:06}": index for place, index in enumerate(indices)}
+        shares = [dict(itertools.islice(lines.items(), i, None, len(self._heads))) for i in range(len(self._heads))]
+        loads = [
+            self._workers.load_rows(head, own, split) for head, own in zip(self._heads, shares, strict=True) if own
+        ]
+        groups: dict[str, list[SampleMeta]] = {each: [] for each in lines}
+        for reply in await asyncio.gather(*loads):
+            for sample in reply.samples:
+                groups[sample.ticket_id].append(sample)
         return list(groups.values())

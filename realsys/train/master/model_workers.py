@@ -103,8 +103,8 @@ class ModelWorkers:
     def load_record(self, payload: LoadRecordRequest) -> asyncio.Future[list[Empty]]:
         return self._to_all("load_record", payload, Empty)
 
-    def load_rows(self, head: int, indices: list[int], split: str = "train") -> asyncio.Future[SamplesArrived]:
-        request = LoadRowsRequest(indices, split)
+    def load_rows(self, head: int, lines: dict[str, int], split: str) -> asyncio.Future[SamplesArrived]:
+        request = LoadRowsRequest(lines, split)
         return self._stream.request(head, "load_rows", request, SamplesArrived, timeout_s=self._timeout_s)
 
     def pause_step(self) -> asyncio.Future[list[GateState]]:

@@ -173,7 +173,7 @@ class ModelWorkerService:
         self._failure: BaseException | None = None  # error of the background thread
         self._gate = parts.gate
         self._meter = parts.meter
-        self._learning = LearningSource(config, paths, parts.data, parts.worker)
+        self._learning = LearningSource(config, paths, parts.data)
         self._roles: dict[str, Role] = {}
         recorder = SampleRecorder(
             parts.worker, parts.data, self._roles, lambda written: parts.endpoint.notify("recorded", written)
@@ -272,7 +272,7 @@ class ModelWorkerService:
         return Empty()
 
     def _load_rows(self, request: LoadRowsRequest) -> SamplesArrived:
-        return SamplesArrived(self._learning.load(request.split, request.indices))
+        return SamplesArrived(self._learning.load(request.split, request.lines))
 
     def _transfer(self, request: TransferRequest) -> TransferReply:
         start = time.perf_counter()
@@ -411,28 +411,22 @@ class LearningSource:
     It opens the file at the first request, because only DP heads receive one.
     """
 
-    def __init__(self, config: Config, paths: TrialPaths, data: DataManager, worker: int = 0) -> None:
+    def __init__(self, config: Config, paths: TrialPaths, data: DataManager) -> None:
         self._config = config
         self._paths = paths
         self._data = data
-        self._worker = worker
         self._opened: LearningData | None = None
-        self._loaded = 0
 
-    def load(self, split: str, indices: Sequence[int]) -> list[SampleMeta]:
-        """Store the rows of these lines and return their metadata, those of a pair one after the other.
+    def load(self, split: str, lines: Mapping[str, int]) -> list[SampleMeta]:
+        """Store the rows of these lines (name -> index) and return their metadata, those of a pair one after the other.
 
-        Each load of an index makes new samples. Raises ConfigError without ``data.demos``.
+        Raises ConfigError without ``data.demos``.
         """
         if self._opened is None:
             tokenizer = TextTokenizer(self._paths.base_model(self._config))
             self._opened = learning_data(self._config, self._paths, tokenizer)
-        metas = []
-        for index in indices:
-            ticket_id = f"demo/{self._worker}/{self._loaded}/{index}"
-            self._loaded += 1
-            metas += self._data.add_learned(ticket_id, self._opened.rows(split, index))
-        return metas
+        rows = self._opened.rows
+        return [meta for name, index in lines.items() for meta in self._data.add_learned(name, rows(split, index))]
 
 
 # ---- moves sample arrays between ModelWorkers before a model function call, worker to worker

@@ -288,18 +288,16 @@ def test_lines_to_learn_are_loaded_as_episodes_of_their_own(tmp_path, monkeypatc
     monkeypatch.setattr("realsys.train.worker.call_service.learning_data", lambda *_: Fixed())
     monkeypatch.setattr("realsys.train.worker.call_service.TextTokenizer", lambda _model: None)
     data = DataManager(2)
-    source = LearningSource(Config(), TrialPaths(tmp_path), data, worker=2)
-    once, twice = source.load("eval", [5]), source.load("eval", [5, 6])
-    assert len({meta.sample_id for meta in once + twice}) == 6  # clearing one must not clear the other
-    *_, chosen, rejected = twice
+    source = LearningSource(Config(), TrialPaths(tmp_path), data)
+    chosen, rejected = source.load("eval", {"eval.0": 5, "eval.1": 6})[2:]
     assert data.get(chosen.sample_id, "tokens").tolist() == [1, 2, 6, 9]
     assert data.get(chosen.sample_id, "loss_mask").tolist() == [False, False, True, True]
     assert [(meta.sample_id, meta.row) for meta in (chosen, rejected)] == [
-        ("demo/2/2/6/0.0", 0),
-        ("demo/2/2/6/0.1", 1),
+        ("eval.1/0.0", 0),
+        ("eval.1/0.1", 1),
     ]
     assert {(m.ticket_id, m.episode, m.group_rows, m.episode_tokens, m.owner) for m in (chosen, rejected)} == {
-        ("demo/2/2/6", 0, 2, 3, 2)
+        ("eval.1", 0, 2, 3, 2)
     }
     assert (chosen.length, chosen.loss_tokens, rejected.length, rejected.loss_tokens) == (4, 2, 2, 1)
 
@@ -308,7 +306,7 @@ def test_warm_up_without_demonstrations_is_config_error(tmp_path):
     config = Config.model_validate({"data": {"kind": "jsonl", "train": "t.jsonl"}})
     write_char_tokenizer(TrialPaths(tmp_path).start_model)
     with pytest.raises(ConfigError, match=r"data\.demos"):
-        LearningSource(config, TrialPaths(tmp_path), DataManager(0)).load("train", [0])
+        LearningSource(config, TrialPaths(tmp_path), DataManager(0)).load("train", {"train/0.0": 0})
 
 
 def test_custom_dataflow_key_is_stored_and_fixed():

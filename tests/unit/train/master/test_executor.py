@@ -328,10 +328,9 @@ def test_actor_plan_balances_computed_rows():
 class DemoWorkers(SimulatedWorkers):
     """Simulated workers that also load demonstrations."""
 
-    def load_rows(self, head, indices, split):
+    def load_rows(self, head, lines, split):
         samples = []
-        for index in indices:
-            sample_id = f"demo/{head}/{len(self.held[head])}/{index}"
+        for sample_id in lines:
             samples.append(SampleMeta(sample_id, sample_id, 0, 8, 3, 0.0, False, 0, 0, head))
             self.held[head] |= {(key, sample_id) for key in ("tokens", "loss_mask")}
         future = asyncio.get_running_loop().create_future()
