@@ -153,7 +153,7 @@ _POLICY: list[_Row] = [
 
 _PAIRS: list[_Row] = [
     ("pairs", "pairs", "pairs of a chosen and a rejected response (dpo, reward_model)"),
-    ("accuracy", "share", "pairs whose chosen response has the higher reward (dpo) or score (reward_model)"),
+    ("accuracy", "share", "pairs whose chosen response is ahead; with sft loss tokens that no other token exceeds"),
     ("margin_mean", "", "reward or score of the chosen response minus that of the rejected one, mean"),
     ("chosen_reward_mean", "", "beta * log(policy / reference) of the chosen response, mean (dpo)"),
     ("rejected_reward_mean", "", "the same of the rejected response"),

@@ -257,6 +257,16 @@ def test_certain_token_has_zero_entropy_finite_gradient():
     assert hidden.grad is not None and hidden.grad.item() == 0.0
 
 
+@pytest.mark.parametrize("chunk", [0, 4])
+def test_most_probable_tokens_have_the_highest_log_prob(chunk):
+    hidden, weight, targets, *_ = inputs()
+    best = (hidden @ weight.t()).argmax(-1)
+    targets = torch.where(torch.arange(len(best)) % 2 == 0, best, targets)
+    logprobs, _, highest = projected_logprobs(hidden, weight, targets, Scoring(chunk=chunk))
+    assert (logprobs >= highest).tolist() == (targets == best).tolist()
+    assert 0 < (targets == best).sum() < len(best)
+
+
 def test_bfloat16_logits_give_fp32_log_probs():
     hidden, weight, targets, upstream, _ = inputs()
     low, low_weight = (tensor.bfloat16().requires_grad_() for tensor in (hidden, weight))

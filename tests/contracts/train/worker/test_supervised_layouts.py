@@ -48,11 +48,12 @@ class Found:
 # ---------------------------------------------------------------- one process, plain torch
 
 
-def logprobs_of(model, ref):
+def naive_tokens(model, ref):
+    """Log-probs of the loss tokens, and whether each is the most probable one."""
     ids, mask = (torch.from_numpy(ARRAYS[ref.sample_id][key]) for key in ("tokens", "loss_mask"))
     at = mask.nonzero()[:, 0]
     every = model(ids[None].long()).logits[0, at - 1].log_softmax(-1)
-    return every.gather(1, ids.long()[at, None])[:, 0]
+    return every.gather(1, ids.long()[at, None])[:, 0], every.argmax(-1) == ids[at]
 
 
 def score_of(model, ref):
@@ -61,14 +62,14 @@ def score_of(model, ref):
 
 
 def naive_sft(models, refs):
-    losses = [-logprobs_of(models["actor"], ref) for ref in refs]
-    return torch.cat(losses), {}
+    logprobs, right = zip(*(naive_tokens(models["actor"], ref) for ref in refs), strict=True)
+    return -torch.cat(logprobs), {"accuracy": torch.cat(right).float()}
 
 
 def naive_dpo(models, refs):
-    sums = torch.stack([logprobs_of(models["actor"], ref).sum() for ref in refs]).view(-1, 2)
+    sums = torch.stack([naive_tokens(models["actor"], ref)[0].sum() for ref in refs]).view(-1, 2)
     with torch.no_grad():
-        reference = torch.stack([logprobs_of(models["ref"], ref).sum() for ref in refs]).view(-1, 2)
+        reference = torch.stack([naive_tokens(models["ref"], ref)[0].sum() for ref in refs]).view(-1, 2)
     rewards = BETA * (sums - reference)
     margin = rewards[:, 0] - rewards[:, 1]
     losses = -(1 - SMOOTHING) * logsigmoid(margin) - SMOOTHING * logsigmoid(-margin)
