@@ -213,7 +213,7 @@ class TextTokenizer:
         """Tokenise a chat to learn from, up to the end of the assistant's last turn.
 
         Returns its tokens, and True for those of the assistant's turns among ``messages[first:]``, with the token that
-        ends each of them. Raises DataError.
+        ends each of them. A token that begins in the opening of a turn has no loss. Raises DataError.
         """
         if self._chat is None or not chat:
             raise DataError(f"the row is a chat, but {self._no_template(chat)}: write prompt and response as texts")
