@@ -6,7 +6,8 @@
     train.head_chunk_tokens, ...       what saves memory, and logits in fp32, if the ranks train on GPUs; on several
                                        nodes also train.overlap_grad_reduce
     allocation: auto                   a quarter of the GPUs trains, or as many as memory demands, the others generate;
-                                       with one GPU a server and a rank use it in turn; without GPUs, one process each
+                                       with one GPU a server and a rank use it in turn; without GPUs, one process each;
+                                       all train in a supervised run that samples no evaluation
     cluster.share_gpus                 true, if the allocation is auto and there is one GPU, on which server and rank
                                        cannot take turns
     backend's share of a shared GPU    what the predicted memory of a rank leaves, or an even split if that is unknown;
@@ -34,10 +35,11 @@ from typing import Any
 
 from realsys.config.allocation import AUTO, has_servers, parse_allocation
 from realsys.config.backend_rules import backend_rules, sizes_of
-from realsys.config.dataflow import dataflow_of
+from realsys.config.dataflow import dataflow_of, is_supervised
 from realsys.config.device_memory import GIB, left_by_ranks
 from realsys.config.device_plan import gpus_of_torch, nodes_of, seats_of
 from realsys.config.doors import BACKEND
+from realsys.config.evaluation_sets import evaluation_sets
 from realsys.config.fields import replaced
 from realsys.config.machine import Machine
 from realsys.config.memory_check import (
@@ -48,7 +50,7 @@ from realsys.config.memory_check import (
     server_share,
     spare_bytes,
 )
-from realsys.config.memory_remedies import HEAD_CHUNK, least_recompute, smallest_training
+from realsys.config.memory_remedies import HEAD_CHUNK, least_recompute, smallest_training, training_alone
 from realsys.config.paths import TrialPaths
 from realsys.config.rules import check_lending
 from realsys.config.schema import Config
@@ -110,7 +112,7 @@ def _is_open(config: Config, given: Collection[str], field: str) -> bool:
 
 def _backend(config: Config, given: Collection[str], machine: Machine) -> dict[str, tuple[Any, str]]:
     """Choose the fast engine, unless the experiment asks for the embedded one on GPUs."""
-    if not (machine.gpus and has_servers(config)) or config.model.small_on_gpu or not _is_open(config, given, _BACKEND):
+    if not (machine.gpus and _generates(config)) or config.model.small_on_gpu or not _is_open(config, given, _BACKEND):
         return {}
     owner = "the nodes have" if config.cluster.nodes else "this machine has"
     return {_BACKEND: (_GPU_BACKEND, f"{owner} GPUs")}
@@ -157,6 +159,10 @@ def _allocation(config: Config, given: Collection[str], machine: Machine) -> dic
     gpus, nodes = gpus_of_torch(config, machine), config.cluster.nodes
     owner = "this machine has" if not nodes else f"the {nodes} nodes have" if nodes > 1 else "the node has"
     reason = f"{owner} {gpus or 'no'} GPU{'s' * (gpus != 1)}{' for torch' * (gpus < 2)}"
+    if not _generates(config):
+        size = _gpu_bytes(config, machine) if gpus else 0
+        text = training_alone(config, gpus, size) if size else None
+        return {"allocation": (text or f"d{gpus or 1}", f"{reason}, and nothing is sampled")}
     if gpus >= 2:
         if gpu_bytes := _gpu_bytes(config, machine):
             found = smallest_training(config, gpus, gpu_bytes)
@@ -170,6 +176,13 @@ def _allocation(config: Config, given: Collection[str], machine: Machine) -> dic
     if _can_take_turns(config):
         return {"allocation": (_IN_TURN, f"{reason}, which server and training rank use in turn")}
     return {"allocation": ("serve.d1+d1", reason), _SHARE_GPUS: (True, reason)}
+
+
+def _generates(config: Config) -> bool:
+    """Return False if the run has no servers, or would have none with ``allocation=auto``."""
+    if config.allocation == AUTO and is_supervised(config):
+        return bool(evaluation_sets(config))
+    return has_servers(config)
 
 
 def _can_take_turns(config: Config) -> bool:

@@ -213,8 +213,7 @@ def complete_start(config: Config, paths: TrialPaths) -> TrialStart | None:
     """
     check_folder(config, paths)
     trial = read_trial(config, paths)
-    complete = trial.prompts is not None and is_complete(config, trial, trial.prompts)
-    return decide_start(config, trial) if complete else None
+    return decide_start(config, trial) if is_complete(config, trial) else None
 
 
 def differences(start: TrialStart) -> Iterator[str]:

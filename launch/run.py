@@ -66,6 +66,7 @@ from realsys.launch.process_plan import (
     on_this_machine,
     plan,
 )
+from realsys.launch.start import rows_of_epoch
 from realsys.launch.supervise.failures import no_room
 from realsys.launch.supervise.restart_policy import TrialOutcome
 from realsys.launch.supervise.stop_request import watch_requests
@@ -420,9 +421,9 @@ def _facts(config: Config, sizes: Mapping[str, int], place: Place) -> Iterator[t
     ppo = config.train.ppo
     loss = f"loss {ppo.loss}, clip -{ppo.eps_clip:g} +{ppo.eps_clip_higher or ppo.eps_clip:g}"
     advantage = f"; advantages: mean of {ppo.advantage.mean}, deviation of {ppo.advantage.std}"
-    rows = sizes["train"]
+    rows = rows_of_epoch(config, sizes)
     if not takes_prompts(config):
-        rows, loss, advantage = max(1, sizes.get("demos", 0)), ppo.algorithm, ""
+        loss, advantage = ppo.algorithm, ""
         episodes = f"{groups} {flow.rows} of at most {longest_sequence(config):,} tokens"
     yield "batch", f"{episodes}: at most {batch_tokens(config):,} tokens"
     yield "training", f"{loss}, lr {config.train.optimizer.lr:g}, {ppo.minibatches} minibatches{advantage}"

@@ -392,3 +392,10 @@ def test_open_evaluation_is_off_without_servers(given, problems):
     assert (fitted.evaluation.problems, fitted.generation.backend) == (problems, "embedded")
     said = "set evaluation.problems=0: allocation=d2 has no servers to sample from"
     assert (said in lines) == (not given)
+
+
+@pytest.mark.parametrize(("gpus", "problems", "allocation"), [(0, 0, "d1"), (8, 0, "d8"), (8, 5, "serve.d6+d2")])
+def test_automatic_allocation_has_servers_for_what_is_sampled(gpus, problems, allocation):
+    words = ["train.ppo.algorithm=sft", "allocation=auto", f"evaluation.problems={problems}"]
+    config, _ = fit(changed(*words), {word.partition("=")[0] for word in words}, machine(gpus))
+    assert config.allocation == allocation
