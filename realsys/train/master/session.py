@@ -754,7 +754,7 @@ class MasterSession:
         intake = self._parts.intake.state
         staleness: dict[str, int] = {}
         if batch.rolled_out:
-            statistics = batch_statistics(batch.samples, version=step - 1)
+            statistics = batch_statistics(self._scored(batch.samples), version=step - 1)
             staleness = statistics["staleness"]["histogram"]
         else:
             statistics = row_statistics(batch.samples)
@@ -779,6 +779,18 @@ class MasterSession:
             "dropped_filtered": increases.filtered.of(reply.filtered).total(),
             "memory": reply.memory,
         }
+
+    def _scored(self, samples: list[SampleMeta]) -> list[SampleMeta]:
+        """Return the rows with the rewards that the actor was trained on: with the scores of a reward model."""
+        scores: dict[str, float] = {}
+        for result in self._step.results.values():
+            scores |= result.scores
+        # The last row of an episode scores it.
+        known = {(each.ticket_id, each.episode): scores[each.sample_id] for each in samples if each.sample_id in scores}
+        if not known:
+            return samples
+        weight, replaced = self._config.train.ppo.reward_model_weight, msgspec.structs.replace
+        return [replaced(s, reward=s.reward + weight * known.get((s.ticket_id, s.episode), 0.0)) for s in samples]
 
     def _out_of_time(self) -> bool:
         limit = self._config.train.max_seconds
