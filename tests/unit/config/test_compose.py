@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from hydra.core.global_hydra import GlobalHydra
 
+from realsys.config.allocation import ACTOR
 from realsys.config.compose import compose, fields, with_overrides
 from realsys.config.dataflow import dataflow_of, role_settings
 from realsys.config.fields import CONSTANT, EXPRESSED, RENAMED
@@ -41,7 +42,7 @@ def test_experiments_are_shipped():
 def test_every_shipped_algorithm_is_valid(algorithm):
     config = compose(["experiment=arith", f"algorithm={algorithm}"])
     check(config, MACHINE)
-    assert "actor_train" in [call.name for call in dataflow_of(config).calls]
+    assert ACTOR in dataflow_of(config).trained_roles
 
 
 def test_field_overrides_algorithm_overrides_experiment():
@@ -165,10 +166,10 @@ def test_wrong_value_names_its_field(text, problem):
     assert problem in str(caught.value) and "\n" not in str(caught.value)
 
 
-KNOWN = "known: arith, arith_agents, arith_chat, arith_multi_turn, arith_tools, arith_verifiers, math"
+KNOWN = "known: arith, arith_agents, arith_chat, arith_multi_turn, arith_tools, arith_verifiers, dpo, math"
 WRONG_OVERRIDES = [
     # overrides, the field named, a part of the problem
-    ([], "experiment", "experiment=arith|arith_agents|arith_chat|arith_multi_turn|arith_tools|arith_verifiers|math"),
+    ([], "experiment", "experiment=arith|arith_agents|arith_chat|arith_multi_turn|arith_tools|arith_verifiers|dpo|"),
     (["experiment=aritth"], "experiment", "did you mean arith?"),
     (["experiment=nothing"], "experiment", KNOWN),
     (["experiment=3"], "experiment", KNOWN),
