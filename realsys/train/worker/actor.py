@@ -269,7 +269,7 @@ def measure_agreement(differences: torch.Tensor, role: Role) -> dict[str, float]
 
 class ReferenceInference:
     """Handler of ``ref_inf``: log-probs of the loss tokens under a frozen model, at the sampling
-    temperature.
+    temperature; at 1 in a supervised run.
     """
 
     def run(self, role: Role, request: MfcRequest) -> CallOutcome:
