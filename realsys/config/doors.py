@@ -258,6 +258,7 @@ AGENT = AgentDoor(
     {
         "single_turn": "realsys.rollout.agents.single_turn:SingleTurn",
         "multi_turn": "realsys.rollout.agents.multi_turn:MultiTurn",
+        "distill": "realsys.rollout.agents.distill:Distill",
         "tool_use": "realsys.rollout.agents.tool_use:ToolUse",
         "verifiers": "realsys.rollout.agents.verifiers:VerifiersAgent",
     },

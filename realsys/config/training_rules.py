@@ -84,6 +84,9 @@ def _check_rewards(config: Config) -> None:
     if ppo.reward_model_weight and not config.roles["reward"].path:
         problem = "train.ppo.reward_model_weight needs a reward model: set an HF *ForSequenceClassification directory"
         raise ConfigError("roles.reward.path", "", problem)
+    if not ppo.reward_scale and ppo.kl.coef and ppo.kl.place == "reward" and not config.roles["ref"].path:
+        problem = "train.ppo.reward_scale=0 leaves the KL to this model as the only reward: set the teacher's directory"
+        raise ConfigError("roles.ref.path", "", problem)
 
 
 def _check_selection(config: Config) -> None:
