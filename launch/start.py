@@ -267,12 +267,14 @@ def is_complete(config: Config, trial: StoredTrial) -> bool:
     The ledger of a supervised run does not know its lines: with epochs such a trial is complete if the limits are those
     that it ended with.
     """
-    if trial.config is None or trial.prompts is None or not trial.done:
+    if trial.config is None or not trial.done:
         return False
     if config.train.total_epochs and not takes_prompts(config):
         limits = ((each.train.total_steps, each.train.total_epochs) for each in (config, trial.config))
         return len(set(limits)) == 1
-    return trial.steps >= planned_steps(config, trial.prompts)
+    if config.train.total_epochs and trial.prompts is None:
+        return False
+    return trial.steps >= planned_steps(config, trial.prompts or 0)
 
 
 def _check_state(config: Config, paths: TrialPaths, trial: StoredTrial, sizes: Mapping[str, int]) -> None:

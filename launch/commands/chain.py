@@ -119,7 +119,7 @@ def _check(stages: Sequence[Stage], options: RunOptions, scratch: Path) -> Itera
                 state = "; ".join(["complete already", *differences(complete)])
             else:
                 start = examine(config, paths, other_disk=config.cluster.nodes > 0).start
-                state = f"continues at step {start.step}" if paths.config.exists() else "new"
+                state = f"continues at step {max(0, start.step)}" if paths.config.exists() else "new"
             shape = Path(config.model.path)
             if not config.model.path:
                 shape = scratch / f"model-{stage.number}"

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.processes
 HERE = "tests.unit.launch.test_chain"
 SMALL = {"train_size": 20, "eval_size": 5, "demo_size": 70}
 ARITH = f"experiment: arith\ndata: {{arith: {SMALL}}}\n"
-ALONE = "allocation: d2\nevaluation: {problems: 0}\n"
+ALONE = "allocation: d2\nevaluation: {problems: 0}\ntrain: {total_steps: 1}\n"
 SFT = f"algorithm: sft\n{ARITH}{ALONE}"
 REWARD = f"algorithm: reward_model\n{ARITH}{ALONE}"
 PPO = f"{ARITH}evaluation: {{problems: 5}}\ntrain: {{ppo: {{reward_model_weight: 0.5}}}}\n"
@@ -92,7 +92,7 @@ def test_stages_start_from_the_models_of_earlier_ones(chain, capsys):
     assert reward.model.path == ppo.model.path == str(trial(1).final_model)
     assert ppo.roles["reward"].path == str(trial(2).final_model) and ppo.warmup.steps == 0
     assert ppo.train.ppo.reward_model_weight == 0.5 and ppo.allocation.startswith("serve.")
-    assert "stage 1, sft.yaml: held-out loss 2.0000 -> 0.5000, held-out accuracy 25.0% -> 75.0%\n" in out
+    assert "stage 1, sft.yaml: held-out loss 2.000 -> 0.500, accuracy 25.0% -> 75.0%\n" in out
     assert out.rstrip().endswith("stage 3, ppo.yaml: held-out accuracy 25.0% -> 75.0%")
 
 
@@ -105,7 +105,7 @@ def test_same_command_goes_on_after_ctrl_c(chain, capsys):
     model = trial(1).final_model.stat().st_ino
     assert chain(files) == 0
     out = capsys.readouterr().out
-    assert "a.yaml: held-out loss 2.0000 -> 0.5000, held-out accuracy 25.0% -> 75.0% (complete already)" in out
+    assert "a.yaml: held-out loss 2.000 -> 0.500, accuracy 25.0% -> 75.0% (complete already)" in out
     assert trial(1).final_model.stat().st_ino == model and trial(2).final_model.is_dir()
 
 
@@ -119,7 +119,7 @@ WRONG = [
     ({"a.yaml": SFT}, ("no.yaml",), "no.yaml': cannot be read: [Errno 2]"),
     ({"a.yaml": SFT, "b.yaml": GIVEN}, (), "warmup.steps=3: the model of an earlier stage needs no warm-up"),
     ({"a.yaml": SFT, "b.yaml": NONE}, (), "roles.reward.path=''"),
-    ({"a.yaml": SFT, "b.yaml": f"{ARITH}model: {{path: /no}}"}, (), "model.path='/no': is not a directory"),
+    ({"a.yaml": SFT, "b.yaml": f"{SFT}model: {{path: /no}}"}, (), "model.path='/no': is not a directory"),
     ({"a.yaml": SFT}, ("experiment=arith",), "cannot be the same for all stages"),
     ({}, ("seed=1",), "name the files of the stages"),
 ]
