@@ -31,7 +31,7 @@ import msgspec
 from realsys.algorithm.token_losses import StepLosses
 from realsys.cluster.aio import first_completed, on_disk, run_beside, unless
 from realsys.cluster.failpoint import failpoint
-from realsys.config.allocation import ACTOR
+from realsys.config.allocation import ACTOR, has_servers
 from realsys.config.dataflow import Dataflow, script_call
 from realsys.config.doors import LOSS
 from realsys.config.evaluation_sets import DEMOS, evaluation_sets, id_of_set, set_of_id
@@ -556,7 +556,13 @@ class MasterSession:
         await self._parts.checkpoints.save()
 
     async def export(self, folder: str) -> None:
-        """Write the newest version as a plain Hugging Face folder."""
+        """Write the newest version as a plain Hugging Face folder.
+
+        Raises ConfigError in a run without servers once this step has trained: no rank has that version any more.
+        """
+        if self._step.training and not has_servers(self._config):
+            problem = "without servers no rank has the last version any more once a step has trained: publish() first"
+            raise ConfigError("export", folder, problem)
         await self._parts.publisher.export(Path(folder))
 
     async def pin(self, name: str) -> int:
