@@ -353,6 +353,10 @@ def sampling_warnings(sampling: SamplingConfig) -> Iterator[str]:
 def _check_data(config: Config) -> None:
     data = config.data
     held_out = [made for made in evaluation_sets(config).values() if made.split == HELD_OUT]
+    if config.warmup.steps and is_supervised(config):
+        algorithm = f"train.ppo.algorithm={config.train.ppo.algorithm}"
+        problem = f"must be 0: {algorithm} learns from data.demos itself; use realsys chain for a stage before it"
+        raise ConfigError("warmup.steps", config.warmup.steps, problem)
     if data.order == "script":
         if config.train.loop in ("train", "evaluate"):
             problem = "needs a loop that submits rows: set train.loop=FILE.py, or use realsys.Session"

@@ -101,6 +101,7 @@ WRONG = [
     ([f"train.ppo.loss={__name__}:CPU"], "train.ppo.loss", "must be a function (inputs, **arguments), not Machine"),
     ([f"train.ppo.loss={__name__}:own_loss"], "train.ppo.loss_args", "missing a required argument: 'scale'"),
     (["train.ppo.loss_args={eps: 0.2}"], "train.ppo.loss_args", "must be empty for loss=ppo"),
+    (["train.ppo.algorithm=sft", "warmup.steps=2"], "warmup.steps", "must be 0: train.ppo.algorithm=sft learns from"),
     (["train.ppo.algorithm=sft", "train.ppo.loss_args={beta: 0.2}"], "train.ppo.loss_args.beta", "unknown"),
     (["train.ppo.algorithm=dpo", "train.ppo.loss_args={bta: 0.2}"], "train.ppo.loss_args.bta", "beta"),
     (["train.ppo.algorithm=dpo", "train.ppo.loss_args={beta: 0.0}"], "train.ppo.loss_args.beta", "greater than 0"),
@@ -260,6 +261,8 @@ def test_data_files_of_a_jsonl_experiment(tmp_path):
     check(changed(*base, experiment="math"), CPU)
     with pytest.raises(ConfigError, match=r"data\.demos"):
         check(changed(*base, "warmup.steps=1", experiment="math"), CPU)
+    with pytest.raises(ConfigError, match=r"data\.demos.*train\.ppo\.algorithm=sft learns from demonstrations"):
+        check(changed(*base, *SFT, experiment="math"), CPU)
     with pytest.raises(ConfigError, match=r"data\.eval_fraction"):
         check(changed(*base, "data.eval_fraction=0", experiment="math"), CPU)
     with pytest.raises(ConfigError, match=r"model\.path"):
