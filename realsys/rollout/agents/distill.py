@@ -237,29 +237,40 @@ class _Generated(msgspec.Struct):
     meta_info: _Meta
 
 
+#: log-prob, id and text of a token, as a teacher gives them
+_Entry = tuple[float | None, int, str | None]
+
+
 def read_scores(body: bytes, tokens: Sequence[int], begin: int, *, native: bool) -> list[tuple[float, str | None]]:
     """Return log-prob and text of each of ``tokens[begin:]``; a text is None if the teacher sends none.
 
     ``native``: the reply of SGLang's own route. Raises ValueError for anything but one log-prob of each of them.
     """
-    scored: list[tuple[float | None, int, str | None]]
-    wanted = len(tokens) - begin
+    sent = tokens[begin:]
     try:
-        if native:
-            scored = msgspec.json.decode(body, type=_Generated).meta_info.input_token_logprobs
-        else:
-            choices = msgspec.json.decode(body, type=_Completed).choices
-            by_token = choices[0].prompt_logprobs if choices else []
-            if len(by_token) != len(tokens):
-                raise ValueError(f"it sent scores of {len(by_token)} tokens, and was asked about {len(tokens)}")
-            own = [(at or {}).get(token, _Scored(None)) for token, at in zip(tokens, by_token, strict=True)]
-            scored = [(each.logprob, token, each.decoded_token) for token, each in zip(tokens, own, strict=True)]
+        entries = _of_generate(body) if native else _of_completions(body, tokens)
     except MALFORMED as error:
         raise ValueError(f"the reply has no scores of the prompt: {error}") from None
-    scored = scored[-wanted:]
-    if [token for _, token, _ in scored] != list(tokens[begin:]):
-        raise ValueError(f"it sent scores of {len(scored)} tokens, which are not the last {wanted} of the prompt")
-    found = [(value, text) for value, _, text in scored if value is not None]
-    if len(found) < wanted or any(not math.isfinite(value) or value > LOGPROB_SLACK for value, _ in found):
-        raise ValueError("the log-prob of a token is missing, not finite, or greater than 0")
+    if len(entries) < len(sent):
+        raise ValueError(f"it sent scores of {len(entries)} tokens, and was asked about {len(sent)}")
+    found = list[tuple[float, str | None]]()
+    for token, (value, given, text) in zip(sent, entries[-len(sent) :], strict=True):
+        if given not in (token, 0):  # SGLang calls the last token of its vocabulary 0
+            raise ValueError(f"it sent the score of token {given} at the place of token {token}")
+        if value is None or not math.isfinite(value) or value > LOGPROB_SLACK:
+            raise ValueError(f"the log-prob of token {token} is {value}: it must be a finite number, and at most 0")
+        found.append((value, text if given == token else None))
     return found
+
+
+def _of_generate(body: bytes) -> list[_Entry]:
+    return msgspec.json.decode(body, type=_Generated).meta_info.input_token_logprobs
+
+
+def _of_completions(body: bytes, tokens: Sequence[int]) -> list[_Entry]:
+    choices = msgspec.json.decode(body, type=_Completed).choices
+    by_place = choices[0].prompt_logprobs if choices else []
+    if len(by_place) != len(tokens):
+        raise ValueError(f"it sent scores of {len(by_place)} tokens, and was asked about {len(tokens)}")
+    own = [(at or {}).get(token, _Scored(None)) for token, at in zip(tokens, by_place, strict=True)]
+    return [(scored.logprob, token, scored.decoded_token) for token, scored in zip(tokens, own, strict=True)]

@@ -32,6 +32,7 @@ class TeacherEndpoint:
 
     score: Callable[[int, int], float] = lambda place, token: -0.25 * (token % 8) - 0.5
     text: Callable[[int], str | None] = lambda token: None
+    last: int = -1  # last token of its vocabulary, which SGLang reports as 0
     faults: list[str] = field(default_factory=list)
     always: str = ""
     url: str = ""
@@ -70,8 +71,11 @@ class TeacherEndpoint:
             ]
             return {"choices": [{"index": 0, "text": "", "prompt_logprobs": by_token}]}
         start = body["logprob_start_len"]
-        entries = [[None if place == 0 else value, token, self.text(token)] for place, (token, value) in
-                   enumerate(left[start:])]  # fmt: skip
+        entries: list[list[Any]] = [[value, token, self.text(token)] for token, value in left[start:]]
+        entries[0][0] = None
+        for entry in entries:
+            if entry[1] == self.last:
+                entry[1:] = [0, self.text(0)]
         return {"text": "", "meta_info": {"input_token_logprobs": entries}}
 
 
