@@ -52,9 +52,9 @@ def dpo_loss(
     reference   the same under the reference model, ``[n, 2]``
     tokens      number of their tokens, ``[n, 2]``; only ipo reads them
 
-    Statistics: pairs, loss_sum, accuracy_sum (pairs with h > 0), margin_sum (h), chosen_reward_sum and
-    rejected_reward_sum (beta * r), chosen_logprob_sum, rejected_logprob_sum. Raises ValueError for shapes that do not
-    agree and for an unknown ``loss_type``.
+    Statistics: pairs, loss_sum, accuracy_sum (pairs with h > 0; h = 0 counts half), margin_sum (h), chosen_reward_sum
+    and rejected_reward_sum (beta * r), chosen_logprob_sum, rejected_logprob_sum. Raises ValueError for shapes that do
+    not agree and for an unknown ``loss_type``.
     """
     _check_pairs(logprobs=logprobs, reference=reference, tokens=tokens)
     ratios = logprobs - reference.detach()
@@ -81,8 +81,8 @@ def reward_loss(scores: Tensor, denominator: float | Tensor, *, center: float = 
     around 0 (Eisenstein et al. 2023, eq. 2; TRL's ``center_rewards_coefficient``).
 
     ``scores``: of the responses, float ``[n, 2]``. Statistics: pairs, loss_sum, accuracy_sum (pairs with chosen >
-    rejected), margin_sum (chosen - rejected), chosen_score_sum, rejected_score_sum. Raises ValueError for another
-    shape.
+    rejected; equal scores count half), margin_sum (chosen - rejected), chosen_score_sum, rejected_score_sum. Raises
+    ValueError for another shape.
     """
     _check_pairs(scores=scores)
     margin = scores[:, 0] - scores[:, 1]
@@ -97,7 +97,7 @@ def _check_pairs(**tensors: Tensor) -> None:
 
 
 def _of_pairs(losses: Tensor, margin: Tensor) -> Stats:
-    sums = {"loss_sum": losses, "accuracy_sum": margin > 0, "margin_sum": margin}
+    sums = {"loss_sum": losses, "accuracy_sum": (margin.sign() + 1) / 2, "margin_sum": margin}
     return {"pairs": torch.tensor(float(len(losses)))} | {name: x.detach().sum() for name, x in sums.items()}
 
 

@@ -187,8 +187,8 @@ class Teacher:
             # SGLang leaves out the first score of those that it returns.
             asked = {"return_logprob": True, "logprob_start_len": begin - 1, "return_text_in_logprobs": True}
             return {"input_ids": tokens, "sampling_params": {"max_new_tokens": 1, "temperature": 0}, **asked}
-        asked = {"model": self._model} if self._model else {}
-        return {"prompt": tokens, "max_tokens": 1, "temperature": 0, "prompt_logprobs": 0, **asked}
+        model = {"model": self._model} if self._model else {}
+        return {"prompt": tokens, "max_tokens": 1, "temperature": 0, "prompt_logprobs": 0, **model}
 
     def _check_texts(self, tokens: Sequence[int], texts: Sequence[str | None]) -> None:
         """Raise StuckError if a token has another text at the teacher: then its scores are those of other texts."""

@@ -74,7 +74,7 @@ def naive_dpo(models, refs):
     margin = rewards[:, 0] - rewards[:, 1]
     losses = -(1 - SMOOTHING) * logsigmoid(margin) - SMOOTHING * logsigmoid(-margin)
     return losses, {
-        "accuracy": (margin > 0).float(),
+        "accuracy": (margin.sign() + 1) / 2,
         "margin_mean": margin,
         "chosen_reward_mean": rewards[:, 0],
         "rejected_reward_mean": rewards[:, 1],
@@ -87,7 +87,7 @@ def naive_reward_model(models, refs):
     scores = torch.stack([score_of(models["reward"], ref) for ref in refs]).view(-1, 2)
     margin = scores[:, 0] - scores[:, 1]
     return -logsigmoid(margin) + CENTER * scores.sum(1).square(), {
-        "accuracy": (margin > 0).float(),
+        "accuracy": (margin.sign() + 1) / 2,
         "margin_mean": margin,
         "chosen_score_mean": scores[:, 0],
         "rejected_score_mean": scores[:, 1],
