@@ -76,8 +76,9 @@ class Distill(SingleTurn):
         self._teachers = {name: Teacher(name, given, parts.tokenizer, longest) for name in given.teachers}
 
     @staticmethod
-    def longest_row(config: Config, **_: Any) -> int:
-        """Return the tokens of the longest prompt with the longest completion."""
+    def longest_row(config: Config, **arguments: Any) -> int:
+        """Return the tokens of the longest prompt with the longest completion. Raises ConfigError."""
+        arguments_of(DistillArguments, arguments, _FIELD)
         return SingleTurn.longest_row(config)
 
     @staticmethod
