@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.installed
 SGLANG_VENV := .venv-sglang
 VLLM_VENV := .venv-vllm
 ENGINE_TESTS := $(addprefix tests/contracts/generation/test_generation_,http.py updates.py group.py top.py kept_keys.py gateway.py) \
-	tests/system/generation/test_engine_job.py
+	tests/system/generation/test_engine_job.py tests/system/generation/test_distill_job.py
 SGLANG_TESTS := $(ENGINE_TESTS) tests/unit/generation/sglang tests/contracts/generation/test_generation_grammars.py \
 	tests/system/generation/test_sglang_turns_job.py
 AGENTS_VENV := .venv-agents

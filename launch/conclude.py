@@ -12,6 +12,7 @@ from typing import Any
 from rich.console import Console
 
 from realsys.cluster.process import read_errors
+from realsys.config.evaluation_sets import DEMOS, id_of_set
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.launch.nodes.orders import EXIT_NO_MACHINE
@@ -163,7 +164,10 @@ def summarise(
             "train_last": mean(list(totals.last_unbiased or totals.last)[-ends:], "accuracy"),
             "train_averaged": 0 if totals.unbiased == 1 else ends,  # steps at either end; 0: one step has no two ends
         },
-        "evaluations": [{key: record.get(key) for key in EVALUATION_KEYS} for record in totals.evals.values()],
+        "evaluations": [
+            {key: record.get(key) for key in (*EVALUATION_KEYS, *(["loss"] if "loss" in record else []))}
+            for record in totals.evals.values()
+        ],
         "seconds": {"total": ended - started, **seconds},
         "step_seconds": {part: found.value for part, found in totals.seconds.items()},
         "tokens": {
@@ -232,6 +236,7 @@ def print_summary(console: Console, summary: Summary) -> None:
 def _facts(summary: Summary) -> Iterator[tuple[str, str]]:
     """Yield (name, text) of every number that was measured; a name occurs once."""
     accuracy, seconds, staleness = summary["accuracy"], summary["seconds"], summary["staleness"]
+    evaluations = {record.get("eval_id"): record for record in summary["evaluations"]}
     if failure := summary.get("failure"):  # older summaries have none
         yield "first failure", f"{failure['process']}: {failure['problem']}"
     if limit := summary.get("ended_by"):  # older summaries have none
@@ -239,6 +244,13 @@ def _facts(summary: Summary) -> Iterator[tuple[str, str]]:
     for record in summary["evaluations"]:
         if record.get("eval_id") == "after" and accuracy["after"] is not None:
             yield "held-out accuracy", _gain(accuracy["before"], accuracy["after"], record)
+        elif record.get("eval_id") == id_of_set("after", DEMOS):
+            before = evaluations.get(id_of_set("before", DEMOS), {})
+            courses = [
+                f"{name} {fmt(before.get(name), spec)} -> {fmt(record.get(name), spec)}"
+                for name, spec in (("loss", ".3f"), ("accuracy", ".1%"))
+            ]
+            yield "held-out rows", f"{', '.join(courses)} on {asked(record)}"
         elif str(record.get("eval_id")).partition(".")[0] == "after" and record.get("complete") is not None:
             yield f"evaluation {record['eval_id']}", headline(record)
     if metrics := _metrics([record for record in summary["evaluations"] if is_held_out(record)]):
@@ -247,7 +259,7 @@ def _facts(summary: Summary) -> Iterator[tuple[str, str]]:
         course = f"{fmt(accuracy['train_first'], '.1%')} -> {fmt(accuracy['train_last'], '.1%')}"
         ends = accuracy.get("train_averaged", averaged_ends(summary["steps"]))  # older summaries have no number
         averaged = f" (means of {ends} steps)" if ends > 1 else ""
-        if ends:
+        if ends and accuracy["train_last"] is not None:
             yield "accuracy in training", f"{course} in {summary['steps']} steps{averaged}"
     phases = ", ".join(f"{name} {_clock(value)}" for name, value in seconds.items() if name != "total" and value >= 1)
     now = summary.get("steps_since_start", summary["steps"])  # older summaries have none
@@ -268,7 +280,8 @@ def _facts(summary: Summary) -> Iterator[tuple[str, str]]:
         stale += f", bound {bound} when a group starts"
         filtered = f", {staleness['filtered']} filtered out" if staleness["filtered"] else ""
         wasted = f", {percent(share)} of the sampled tokens" if (share := staleness.get("tokens_too_old")) else ""
-        yield "staleness", f"{stale}; {staleness['dropped']} groups dropped as too old{wasted}{filtered}"
+        if staleness["mean"] is not None:
+            yield "staleness", f"{stale}; {staleness['dropped']} groups dropped as too old{wasted}{filtered}"
     if idle := summary.get("without_signal"):
         cause = "every advantage was 0, as when all answers to a prompt get the same reward"
         yield "no signal", f"{idle} of {summary['steps']} steps: {cause}"

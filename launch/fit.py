@@ -6,7 +6,8 @@
     train.head_chunk_tokens, ...       what saves memory, and logits in fp32, if the ranks train on GPUs; on several
                                        nodes also train.overlap_grad_reduce
     allocation: auto                   a quarter of the GPUs trains, or as many as memory demands, the others generate;
-                                       with one GPU a server and a rank use it in turn; without GPUs, one process each
+                                       with one GPU a server and a rank use it in turn; without GPUs, one process each;
+                                       all train in a supervised run that samples no evaluation
     cluster.share_gpus                 true, if the allocation is auto and there is one GPU, on which server and rank
                                        cannot take turns
     backend's share of a shared GPU    what the predicted memory of a rank leaves, or an even split if that is unknown;
@@ -14,7 +15,7 @@
                                        (BackendRules.sharing)
     data.max_prompt_tokens,            the model's positions, if the defaults do not fit: a quarter for the prompt
     generation.sampling.max_new_tokens
-    evaluation.problems                the held-out problems, if there are fewer
+    evaluation.problems                the held-out problems, if there are fewer; 0 without servers
     rollout.workers                    with GPUs: as many as fill the caches of the servers
     weights.storage_readers            2, if servers run on four or more nodes
     backend's room for keys of turns   with an agent of several turns: for the episodes that wait, in a quarter of the
@@ -32,12 +33,13 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from realsys.config.allocation import AUTO, parse_allocation
+from realsys.config.allocation import AUTO, has_servers, parse_allocation
 from realsys.config.backend_rules import backend_rules, sizes_of
-from realsys.config.dataflow import dataflow_of
+from realsys.config.dataflow import dataflow_of, is_supervised
 from realsys.config.device_memory import GIB, left_by_ranks
 from realsys.config.device_plan import gpus_of_torch, nodes_of, seats_of
 from realsys.config.doors import BACKEND
+from realsys.config.evaluation_sets import evaluation_sets
 from realsys.config.fields import replaced
 from realsys.config.machine import Machine
 from realsys.config.memory_check import (
@@ -48,7 +50,7 @@ from realsys.config.memory_check import (
     server_share,
     spare_bytes,
 )
-from realsys.config.memory_remedies import HEAD_CHUNK, least_recompute, smallest_training
+from realsys.config.memory_remedies import HEAD_CHUNK, least_recompute, smallest_training, training_alone
 from realsys.config.paths import TrialPaths
 from realsys.config.rules import check_lending
 from realsys.config.schema import Config
@@ -110,7 +112,7 @@ def _is_open(config: Config, given: Collection[str], field: str) -> bool:
 
 def _backend(config: Config, given: Collection[str], machine: Machine) -> dict[str, tuple[Any, str]]:
     """Choose the fast engine, unless the experiment asks for the embedded one on GPUs."""
-    if not machine.gpus or config.model.small_on_gpu or not _is_open(config, given, _BACKEND):
+    if not (machine.gpus and _generates(config)) or config.model.small_on_gpu or not _is_open(config, given, _BACKEND):
         return {}
     owner = "the nodes have" if config.cluster.nodes else "this machine has"
     return {_BACKEND: (_GPU_BACKEND, f"{owner} GPUs")}
@@ -157,6 +159,10 @@ def _allocation(config: Config, given: Collection[str], machine: Machine) -> dic
     gpus, nodes = gpus_of_torch(config, machine), config.cluster.nodes
     owner = "this machine has" if not nodes else f"the {nodes} nodes have" if nodes > 1 else "the node has"
     reason = f"{owner} {gpus or 'no'} GPU{'s' * (gpus != 1)}{' for torch' * (gpus < 2)}"
+    if not _generates(config):
+        size = _gpu_bytes(config, machine) if gpus else 0
+        text = training_alone(config, gpus, size) if size else None
+        return {"allocation": (text or f"d{gpus or 1}", f"{reason}, and nothing is sampled")}
     if gpus >= 2:
         if gpu_bytes := _gpu_bytes(config, machine):
             found = smallest_training(config, gpus, gpu_bytes)
@@ -170,6 +176,13 @@ def _allocation(config: Config, given: Collection[str], machine: Machine) -> dic
     if _can_take_turns(config):
         return {"allocation": (_IN_TURN, f"{reason}, which server and training rank use in turn")}
     return {"allocation": ("serve.d1+d1", reason), _SHARE_GPUS: (True, reason)}
+
+
+def _generates(config: Config) -> bool:
+    """Return False if the run has no servers, or would have none with ``allocation=auto``."""
+    if config.allocation == AUTO and is_supervised(config):
+        return bool(evaluation_sets(config))
+    return has_servers(config)
 
 
 def _can_take_turns(config: Config) -> bool:
@@ -217,7 +230,7 @@ def _sharing(config: Config, machine: Machine) -> dict[str, tuple[Any, str]]:
 
 def _rollout_workers(config: Config, given: Collection[str], machine: Machine) -> dict[str, tuple[Any, str]]:
     """Start enough RolloutWorkers to keep all servers on GPUs busy, and no more than admission lets run."""
-    if not machine.gpus or not _is_open(config, given, _WORKERS):
+    if not (machine.gpus and has_servers(config)) or not _is_open(config, given, _WORKERS):
         return {}
     rollout, servers = config.rollout, parse_allocation(config.allocation).inference.data
     size, of_worker, admitted = rollout.sampled_episodes, rollout.max_concurrent, _admitted(config)
@@ -252,7 +265,7 @@ def _admitted(config: Config) -> int:
 
 def _held_episodes(config: Config, given: Collection[str], machine: Machine) -> dict[str, tuple[Any, str]]:
     """Let servers hold the keys of all episodes in progress, if the agent has several turns."""
-    if config.model.path and not (Path(config.model.path) / "config.json").is_file():
+    if (config.model.path and not (Path(config.model.path) / "config.json").is_file()) or not has_servers(config):
         return {}
     rollout, allocation, backend = config.rollout, parse_allocation(config.allocation), backend_rules(config)
     groups = rollout.workers * rollout.max_concurrent
@@ -297,6 +310,8 @@ def _lengths(config: Config, given: Collection[str]) -> dict[str, tuple[Any, str
 
 
 def _evaluations(config: Config, given: Collection[str]) -> dict[str, tuple[Any, str]]:
+    if not has_servers(config) and _is_open(config, given, _EVALUATION):
+        return {_EVALUATION: (0, f"allocation={config.allocation} has no servers to sample from")}
     sources = [config.data.train, config.data.eval, *(source.path for source in config.data.mixture)]
     named = [source for source in sources if source]
     if config.data.kind != "jsonl" or not _is_open(config, given, _EVALUATION) or not named or config.evaluate_only:

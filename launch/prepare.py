@@ -28,7 +28,7 @@ from realsys.cluster.network import bind_problem, is_loopback, take_address
 from realsys.cluster.stream.sockets import private_folder
 from realsys.config.allocation import parse_allocation
 from realsys.config.compose import with_overrides
-from realsys.config.dataflow import dataflow_of, role_settings
+from realsys.config.dataflow import dataflow_of, role_settings, takes_prompts
 from realsys.config.evaluation_sets import evaluation_sets
 from realsys.config.paths import TrialPaths, newest_dump, read_config, write_config
 from realsys.config.rules import check_made_model
@@ -40,7 +40,16 @@ from realsys.data.convert import check_copy, check_prompts, needs_copy, write_di
 from realsys.data.prompts import write_atomically
 from realsys.errors import ConfigError, NameStoreError, StreamError
 from realsys.launch.nodes.orders import outlive_agents
-from realsys.launch.start import StoredTrial, check_inputs, decide_start, describe, newer_data, read_trial, resume_path
+from realsys.launch.start import (
+    StoredTrial,
+    check_inputs,
+    decide_start,
+    describe,
+    is_complete,
+    newer_data,
+    read_trial,
+    resume_path,
+)
 from realsys.launch.trial_folder import TrialLock, claim_keys, held_by, remove_keys, running_launcher, tidy
 from realsys.manager.ledger.events import Resumed
 from realsys.manager.ledger.journal import Journal
@@ -88,7 +97,11 @@ def resolve(config: Config, *, now: datetime) -> Config:
     }
     data, sglang, store = config.data, config.generation.sglang, config.cluster.name_store
     mixture = [source.model_copy(update={"path": absolute_source(source.path)}) for source in data.mixture]
-    files = {"train": absolute_source(data.train), "eval": absolute_source(data.eval), "demos": _absolute(data.demos)}
+    files = {
+        "train": absolute_source(data.train),
+        "eval": absolute_source(data.eval),
+        "demos": absolute_source(data.demos),
+    }
     sets = {
         name: own.model_copy(update={"path": absolute_source(own.path)}) for name, own in config.evaluation.sets.items()
     }
@@ -191,6 +204,21 @@ def examine(config: Config, paths: TrialPaths, *, other_disk: bool = False) -> E
         check_here(config, paths, other_disk=other_disk)
         make_inputs(config, inputs)
         return _examine(config, inputs, trial)
+
+
+def complete_start(config: Config, paths: TrialPaths) -> TrialStart | None:
+    """Return the start of a trial that has trained all its steps and can be left alone; None for any other.
+
+    Raises ConfigError.
+    """
+    check_folder(config, paths)
+    trial = read_trial(config, paths)
+    return decide_start(config, trial) if is_complete(config, trial) else None
+
+
+def differences(start: TrialStart) -> Iterator[str]:
+    """Name the settings of a complete trial that the command does not have. Its results stay as they are."""
+    yield from (f"it has {change.field}={change.old!r}, not {change.new!r}" for change in start.changed)
 
 
 def _examine(config: Config, paths: TrialPaths, trial: StoredTrial) -> Examined:
@@ -378,7 +406,8 @@ def make_inputs(config: Config, paths: TrialPaths) -> None:
     from realsys.data.convert import convert, convert_sets
 
     if config.data.kind == "arith":
-        write_dataset(config.data.arith, paths.data, seed=config.seed)
+        preferences = dataflow_of(config).rows == "preferences"
+        write_dataset(config.data.arith, paths.data, seed=config.seed, preferences=preferences)
     if not config.model.path:
         write_char_tokenizer(paths.start_model, chat=config.model.tiny.chat)
         make_tiny_model(config.model.tiny, paths.start_model, seed=config.seed)
@@ -415,8 +444,9 @@ def _read_inputs(config: Config, paths: TrialPaths) -> DataCheck:
         if wanted > checked.sizes[split]:
             problems = "problems are held out" if split == HELD_OUT else "problems are in the set"
             raise ConfigError(field, wanted, f"only {checked.sizes[split]} {problems}: lower it")
-    if train.total_epochs and train.total_epochs * checked.sizes["train"] < train.batch_groups:
-        problem = f"{train.total_epochs} epochs of {checked.sizes['train']} prompts do not fill one batch: lower it"
+    prompts = checked.sizes["train"]
+    if takes_prompts(config) and 0 < train.total_epochs * prompts < train.batch_groups:
+        problem = f"{train.total_epochs} epochs of {prompts} prompts do not fill one batch: lower it"
         raise ConfigError("train.batch_groups", train.batch_groups, problem)
     if config.warmup.steps and checked.sizes["demos"] < config.warmup.batch:
         problem = f"there are only {checked.sizes['demos']} demonstrations: lower it"

@@ -6,7 +6,8 @@ name_store x 1 (etcd, with cluster.name_store.start), gserver_manager x 1, gener
 model_worker x (world size of training), reward_service x rollout.reward.services, rollout_worker x rollout.workers,
 master_worker x 1
 
-With evaluate_only: evaluator x 1 in the place of model_workers and master_worker.
+With evaluate_only: evaluator x 1 in the place of model_workers and master_worker. An allocation without servers has
+gserver_manager, model_workers and master_worker alone.
 """
 
 from __future__ import annotations

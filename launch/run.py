@@ -6,6 +6,7 @@ The same command again continues a trial that was stopped or died (launch/start.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import os
 import signal
@@ -30,7 +31,7 @@ from realsys.cluster.process import RUN_ID, STORE_ADDRESS, read_errors
 from realsys.config.allocation import parse_allocation
 from realsys.config.backend_rules import backend_rules
 from realsys.config.compose import compose, given_fields, quoted
-from realsys.config.dataflow import dataflow_of
+from realsys.config.dataflow import dataflow_of, takes_prompts
 from realsys.config.device_memory import GIB
 from realsys.config.device_plan import Needs, as_lines, nodes_of, seats_of
 from realsys.config.doors import LOSS
@@ -41,7 +42,7 @@ from realsys.config.rank_memory import recomputed_of_model
 from realsys.config.rules import check, sampling_warnings
 from realsys.config.schema import Config
 from realsys.config.trial_sizes import batch_tokens, disk_bytes, longest_sequence, model_of, record_bytes, step_bytes
-from realsys.errors import ConfigError, NameStoreError, WaitTimeout
+from realsys.errors import ConfigError, NameStoreError, RealsysError, WaitTimeout
 from realsys.launch.conclude import conclude, draw, newest_step
 from realsys.launch.fit import fit
 from realsys.launch.launchers.contract import Launcher, check_launcher, check_start, make_launcher
@@ -65,6 +66,7 @@ from realsys.launch.process_plan import (
     on_this_machine,
     plan,
 )
+from realsys.launch.start import rows_of_epoch
 from realsys.launch.supervise.failures import no_room
 from realsys.launch.supervise.restart_policy import TrialOutcome
 from realsys.launch.supervise.stop_request import watch_requests
@@ -114,6 +116,16 @@ def plan_run(overrides: Sequence[str], options: RunOptions) -> Planned:
     check_script(config, waits=options.session)
     planned = plan_of(config, given_fields(given, config_dir=options.config_dir))
     return replace(planned, chosen=[*planned.chosen, *_unread(config, overrides)])
+
+
+@contextlib.contextmanager
+def errors_name(what: str) -> Iterator[None]:
+    """Put ``what`` behind the message of an error."""
+    try:
+        yield
+    except RealsysError as error:
+        error.args = (f"{error} ({what})",)
+        raise
 
 
 def check_script(config: Config, *, waits: bool) -> None:
@@ -167,8 +179,11 @@ def show_plan(planned: Planned) -> None:
     print_dry_run(Terminal(), config, planned.paths, specs, planned.placement, examined, place)
 
 
-def run_planned(planned: Planned, *, dry_run: bool, plain: bool) -> int:
-    """Run a planned trial, or show its plan. Returns the exit code. Raises RealsysError for bad input."""
+def run_planned(planned: Planned, *, dry_run: bool, plain: bool, again: str = "") -> int:
+    """Run a planned trial, or show its plan. Returns the exit code. Raises RealsysError for bad input.
+
+    ``again``: the command that continues it, if it is not the one of the trial alone.
+    """
     config, paths, specs = planned.config, planned.paths, planned.specs
     if dry_run:
         show_plan(planned)
@@ -189,7 +204,7 @@ def run_planned(planned: Planned, *, dry_run: bool, plain: bool) -> int:
         with reported("remove half-written files"):
             remove_half_written(paths)
         sweep()  # a server that was killed leaves its copy of the weights in /dev/shm
-        again = resume_command(paths.root, plain=plain, session=config.train.loop == "session")
+        again = again or resume_command(paths.root, plain=plain, session=config.train.loop == "session")
         code, summary = conclude(config, paths, outcome, started, again)
     draw(config, paths, summary["steps"])
     return code
@@ -395,19 +410,24 @@ def _facts(config: Config, sizes: Mapping[str, int], place: Place) -> Iterator[t
     allocation, flow = parse_allocation(config.allocation), dataflow_of(config)
     servers, width = allocation.inference.data, allocation.inference.tensor
     layout = f"servers: {servers}" + (f" of {width} devices each" if width > 1 else "")
-    yield "engine", f"{config.generation.backend}, {layout}, training ranks: {allocation.workers}"
+    engine = f"{config.generation.backend}, {layout}" if servers else "none"
+    yield "engine", f"{engine}, training ranks: {allocation.workers}"
     if turns := turns_line(config, place):
         yield "turns", turns
     name = config.model.path or "made on the spot"
     yield "model", f"{_count(model_of(config).parameters)} parameters in {config.model.dtype}, {name}"
     groups, size = config.train.batch_groups, config.rollout.trained_episodes
     episodes = f"{groups} prompts x {size} episodes of at most {longest_sequence(config):,} tokens"
-    yield "batch", f"{episodes}: at most {batch_tokens(config):,} tokens"
     ppo = config.train.ppo
     loss = f"loss {ppo.loss}, clip -{ppo.eps_clip:g} +{ppo.eps_clip_higher or ppo.eps_clip:g}"
-    advantage = f"advantages: mean of {ppo.advantage.mean}, deviation of {ppo.advantage.std}"
-    yield "training", f"{loss}, lr {config.train.optimizer.lr:g}, {ppo.minibatches} minibatches; {advantage}"
-    yield "steps", epochs_text(planned_steps(config, sizes["train"]), sizes["train"] / groups)
+    advantage = f"; advantages: mean of {ppo.advantage.mean}, deviation of {ppo.advantage.std}"
+    rows = rows_of_epoch(config, sizes)
+    if not takes_prompts(config):
+        loss, advantage = ppo.algorithm, ""
+        episodes = f"{groups} {flow.rows} of at most {longest_sequence(config):,} tokens"
+    yield "batch", f"{episodes}: at most {batch_tokens(config):,} tokens"
+    yield "training", f"{loss}, lr {config.train.optimizer.lr:g}, {ppo.minibatches} minibatches{advantage}"
+    yield "steps", epochs_text(planned_steps(config, rows), rows / groups)
     layers = model_of(config).layers
     again = recomputed_of_model(config.train.recompute, layers, allocation.actor.pipeline)
     yield "recompute", f"{again} of {layers} layers in the backward pass"

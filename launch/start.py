@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from realsys.config.dataflow import dataflow_of, role_field, role_settings, saved_roles
+from realsys.config.dataflow import dataflow_of, role_field, role_settings, saved_roles, takes_prompts
 from realsys.config.paths import TrialPaths, read_config
 from realsys.config.schema import Config
 from realsys.data.prompts import is_converted
@@ -241,23 +241,40 @@ def check_inputs(config: Config, paths: TrialPaths, trial: StoredTrial, sizes: M
     """
     if trial.state is not None:
         _check_state(config, paths, trial, sizes)
-    if trial.prompts not in (None, sizes["train"]):
+    if trial.prompts not in (None, sizes["train"]) and takes_prompts(config):
         problem = (
             f"trial {config.trial!r} was begun with {trial.prompts} prompts, and the train split has "
             f"{sizes['train']}: use the same data, or choose another trial name"
         )
         raise ConfigError("data.train", config.data.train, problem)
-    if is_complete(config, trial, sizes["train"]):
-        by_epochs = planned_steps(config, sizes["train"]) < config.train.total_steps
+    rows = rows_of_epoch(config, sizes)
+    if trial.done and trial.steps >= planned_steps(config, rows):
+        by_epochs = planned_steps(config, rows) < config.train.total_steps
         name = "train.total_epochs" if by_epochs else "train.total_steps"
         value = config.train.total_epochs if by_epochs else config.train.total_steps
         problem = f"trial {config.trial!r} has trained its {trial.steps} steps: increase it to continue"
         raise ConfigError(name, value, problem)
 
 
-def is_complete(config: Config, trial: StoredTrial, prompts: int) -> bool:
-    """Return True if the trial has ended, and has trained all steps of ``config``. ``prompts``: of the train split."""
-    return trial.done and trial.steps >= planned_steps(config, prompts)
+def rows_of_epoch(config: Config, sizes: Mapping[str, int]) -> int:
+    """Return the prompts of the train split, or in a supervised run the lines of data.demos to train on."""
+    return sizes["train"] if takes_prompts(config) else sizes.get("demos", 0)
+
+
+def is_complete(config: Config, trial: StoredTrial) -> bool:
+    """Return True if the trial has ended and has trained all steps of ``config``, as far as the trial alone tells.
+
+    The ledger of a supervised run does not know its lines: with epochs such a trial is complete if the limits are those
+    that it ended with.
+    """
+    if trial.config is None or not trial.done:
+        return False
+    if config.train.total_epochs and not takes_prompts(config):
+        limits = ((each.train.total_steps, each.train.total_epochs) for each in (config, trial.config))
+        return len(set(limits)) == 1
+    if config.train.total_epochs and trial.prompts is None:
+        return False
+    return trial.steps >= planned_steps(config, trial.prompts or 0)
 
 
 def _check_state(config: Config, paths: TrialPaths, trial: StoredTrial, sizes: Mapping[str, int]) -> None:
@@ -270,7 +287,7 @@ def _check_state(config: Config, paths: TrialPaths, trial: StoredTrial, sizes: M
                 problem = f"is of another model: role {role!r} has {size} {theirs} there, {ours} here"
                 raise ConfigError(name, value, problem)
     position, epochs = trial.state.position, config.train.total_epochs
-    if sizes["train"] != position.prompts:
+    if sizes["train"] != position.prompts and takes_prompts(config):
         problem = f"was trained on {position.prompts} prompts, and the train split has {sizes['train']}: "
         raise ConfigError(name, value, problem + "use the same data")
     is_used_up = position.cursor >= epochs * position.prompts and len(position.pending) < config.train.batch_groups

@@ -19,6 +19,7 @@ import itertools
 import re
 import signal
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -190,6 +191,19 @@ _POLL_S = 0.2
 _AGAIN_S = 0.5  # pause after a call that did not reach the MasterWorker
 _HELD_S = 60.0  # bound on one question: the MasterWorker answers a call within 10 s, or that it is not done
 _STOPPED = (130, 138, 143)  # exit codes of a run that was stopped
+
+
+def main(train: Callable[[Any], Any], settings: Sequence[str] = ()) -> None:
+    """Run a training loop as a program, with ``settings`` and then the words of its command line.
+
+    An error is one line on stderr, and the exit code is that of `realsys run`: 2 for bad input, before anything starts.
+    """
+    try:
+        with Session([*settings, *sys.argv[1:]]) as session:
+            session.run(train)
+    except RealsysError as error:
+        print(f"realsys: {error}", file=sys.stderr)
+        raise SystemExit(error.exit_code) from None
 
 
 class Session(session.Session):

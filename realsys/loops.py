@@ -3,8 +3,6 @@
 Run your own with `realsys run train.loop=mine.py ...`, or as a program: `python mine.py experiment=arith`.
 """
 
-import sys
-
 import realsys
 
 
@@ -31,5 +29,4 @@ def train(session: realsys.Session) -> None:
 
 
 if __name__ == "__main__":
-    with realsys.Session(sys.argv[1:]) as session:
-        session.run(train)
+    realsys.main(train)

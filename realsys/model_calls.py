@@ -13,6 +13,7 @@ from realsys.types import SampleMeta, SequenceRef
 
 SNAPSHOT = "snapshot"  #: argument of a call: a SnapshotPlan
 PPO = "ppo"  #: argument of a call: fields of ``train.ppo`` that have other values in it
+MEASURE = "measure"  #: argument of a call that trains: it computes its statistics, and changes no weights
 
 
 class SnapshotPlan(msgspec.Struct):
@@ -139,14 +140,19 @@ class InitializeRequest(msgspec.Struct):
     trainer_incarnation: str = ""
 
 
-class LoadDemosRequest(msgspec.Struct):
-    """Tokenise the demonstrations ``indices`` and store them as samples."""
+class LoadRowsRequest(msgspec.Struct):
+    """Tokenise lines of a split of ``data.demos`` and store them as samples.
 
-    indices: list[int]
+    ``lines``: name of the line in its batch -> its index. The two rows of a pair, the chosen one first, are one
+    episode of it.
+    """
+
+    lines: dict[str, int]
+    split: str = "train"
 
 
 class SamplesArrived(msgspec.Struct):
-    """Metadata of samples that a ModelWorker now holds: reply to ``load_demos``, notice
+    """Metadata of samples that a ModelWorker now holds: reply to ``load_rows``, notice
     ``samples_arrived``.
     """
 

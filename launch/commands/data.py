@@ -1,26 +1,35 @@
 """Check a data set: read it as a run would, and report what is in it.
 
 realsys data check SOURCE ──> prompts as in a run ──> counts, lengths, duplicates, the first prompt; bad rows
+                          ──> rows to learn from, if the algorithm does ──> counts, lengths, the first row
 """
 
 from __future__ import annotations
 
 import sys
 from argparse import ArgumentParser, Namespace
+from array import array
 from collections.abc import Iterator, Sequence
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 
 from realsys.config.compose import compose, quoted
+from realsys.config.dataflow import dataflow_of, is_supervised
+from realsys.config.paths import TrialPaths
 from realsys.config.rules import check_sources, check_verifiers
 from realsys.config.schema import Config
-from realsys.config.schema_data import absolute_source
+from realsys.config.schema_data import HELD_OUT, TRAIN, absolute_source
 from realsys.data.check import LEFT_OUT, MARKED, UNVERIFIED, DataReport, Examiner
+from realsys.data.convert import convert
 from realsys.data.layouts import ProblemRow
+from realsys.data.learning import LearningRow, check_learning_data, learning_data
 from realsys.data.prompts import plain_text
 from realsys.data.tokenizer import TextTokenizer
-from realsys.errors import DataError
+from realsys.errors import ConfigError, DataError
 from realsys.reward.rubric import read_rubric
 from realsys.reward.verifiers.contract import Item
 from realsys.rollout.check_references import ReferenceChecker
@@ -37,7 +46,8 @@ def add_arguments(parser: ArgumentParser) -> None:
         "check",
         help="read a data set as a run would, and report what is in it",
         description="Read a data set as a run would. Print counts, lengths, duplicates, train prompts that are like "
-        "held-out ones, and the first prompt as the model gets it. Exit code 2 if a row is bad; each is one line.",
+        "held-out ones, and the first prompt as the model gets it. Exit code 2 if a row is bad; each is one line. "
+        "With experiment=sft, dpo or reward_model: rows to learn from, as in data.demos; the first bad row ends it.",
     )
     check.add_argument("source", metavar="SOURCE", help="file, folder or reasoning_gym:NAME, as in data.train")
     check.add_argument(
@@ -53,6 +63,9 @@ def run(args: Namespace) -> int:
     source, overrides = args.source, args.overrides
     named = any(text.startswith("experiment=") for text in overrides)
     config = compose([*([] if named else ["experiment=math"]), *overrides, f"data.train={quoted(source)}"])
+    if is_supervised(config):
+        print(*describe_rows(config), sep="\n")
+        return EXIT_OK
     config = read_rubric(config)
     data = config.data.model_copy(
         update={"train": absolute_source(config.data.train), "eval": absolute_source(config.data.eval), "kind": "jsonl"}
@@ -75,6 +88,39 @@ def run(args: Namespace) -> int:
     return EXIT_BAD_DATA if report.bad_count else EXIT_OK
 
 
+def describe_rows(config: Config) -> Iterator[str]:
+    """Yield the lines of the report on rows to learn from, which ``data.train`` names here.
+
+    Raises ConfigError, and DataError for the first bad row.
+    """
+    source, path = absolute_source(config.data.train), config.model.path
+    if not path:
+        raise ConfigError("model.path", path, "is needed: its tokenizer and chat template decide what is learned")
+    data = config.data.model_copy(update={"kind": "jsonl", "train": "", "eval": "", "demos": source})
+    config = config.model_copy(update={"data": data})
+    tokenizer = TextTokenizer(Path(path).expanduser())
+    with TemporaryDirectory() as folder:
+        paths = TrialPaths(Path(folder))
+        convert(config, paths)
+        learned = learning_data(config, paths, tokenizer)
+        checked = check_learning_data(config, learned)
+        yield f"{source}: {dataflow_of(config).rows}"
+        held_out = f"{learned.size(HELD_OUT):,} held out (data.eval_fraction={data.eval_fraction:g})"
+        yield f"rows        {learned.size(TRAIN):,} train, {held_out}"
+        yield f"tokens      {_distribution(checked.lengths)}"
+        for name, row in zip(("first", "rejected"), learned.rows(TRAIN, 0), strict=False):
+            yield from ("", f"{name} row, with >>> before and <<< after what is learned:", _marked(row, tokenizer))
+
+
+def _marked(row: LearningRow, tokenizer: TextTokenizer) -> str:
+    runs = [
+        (own, [token for token, _ in run])
+        for own, run in groupby(zip(row.tokens, row.loss_mask, strict=True), key=itemgetter(1))
+    ]
+    text = "".join(f">>>{tokenizer.decode(run)}<<<" if own else tokenizer.decode(run) for own, run in runs)
+    return text[:_PROMPT_CHARACTERS] + (" ..." if len(text) > _PROMPT_CHARACTERS else "")
+
+
 def reference_items(rows: Sequence[ProblemRow]) -> list[Item]:
     """Return the items that a verifier gets to check the references of ``rows``."""
     items = []
@@ -95,7 +141,7 @@ def describe(report: DataReport, config: Config, *, has_tokens: bool) -> Iterato
     if report.code_tasks:
         yield f"code tests  {report.code_tasks:,} rows"
     if len(report.lengths):
-        yield f"{'tokens' if has_tokens else 'characters':11} {_distribution(report)}"
+        yield f"{'tokens' if has_tokens else 'characters':11} {_distribution(report.lengths)}"
     if not has_tokens:
         yield "            set model.path=DIR to count tokens with its chat template"
     elif data.long_prompts == "drop":
@@ -126,8 +172,8 @@ def bad_rows(report: DataReport) -> Iterator[str]:
         yield f"realsys: {report.bad_count - _SHOWN:,} more rows are bad"
 
 
-def _distribution(report: DataReport) -> str:
-    lengths = np.frombuffer(report.lengths, np.int64)
+def _distribution(values: array[int]) -> str:
+    lengths = np.frombuffer(values, np.int64)
     median, high, higher = np.percentile(lengths, [50, 95, 99])
     parts = {"min": lengths.min(), "median": median, "95 %": high, "99 %": higher, "max": lengths.max()}
     return ", ".join(f"{name} {value:,.0f}" for name, value in parts.items())

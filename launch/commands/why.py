@@ -121,6 +121,8 @@ def _print_use(console: Console, report: WhyReport) -> None:
         console.print("\nno spans of these steps: they are too old, or telemetry.spans=false", highlight=False)
         return
     servers, workers = report.servers, report.workers
+    if not servers.servers and not workers.workers:  # a run without servers
+        return
     lines = [
         f"{_count(servers.servers, 'server')}: busy {servers.busy:.0%} of the time, {servers.running:.1f} completions "
         f"at a time (at most {servers.most}), {servers.queued:.1f} wait; paused for weights {servers.paused:.1%}",

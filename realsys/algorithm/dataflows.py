@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from realsys.config.dataflow import (
+    REWARD_MODEL,
     SOURCE_KEYS,
     TOKEN_REWARDS,
     Dataflow,
@@ -54,6 +55,21 @@ def ppo(config: Config) -> Dataflow:
 
 
 def sft(config: Config) -> Dataflow:
-    """Declare the supervised warm-up of the actor."""
+    """Declare supervised fine-tuning of the actor on demonstrations (``train.ppo.algorithm=sft``), also its warm-up."""
     call = FunctionCall("sft", "actor", "sft", frozenset({"tokens"}), trains=True)
-    return with_offload(Dataflow([call], source_keys={"tokens"}), config)
+    return with_offload(Dataflow([call], {"tokens"}, "demonstrations"), config)
+
+
+def dpo(config: Config) -> Dataflow:
+    """Declare direct preference optimisation of the actor (``train.ppo.algorithm=dpo``)."""
+    calls = [
+        FunctionCall("ref_inf", "ref", "ref_inf", frozenset({"tokens"}), frozenset({"ref_logprobs"})),
+        FunctionCall("dpo", "actor", "dpo", frozenset({"tokens", "ref_logprobs"}), trains=True),
+    ]
+    return Dataflow(calls, {"tokens"}, "preferences")
+
+
+def reward_model(config: Config) -> Dataflow:
+    """Declare the training of a reward model on preferences: the actor has a value head."""
+    call = FunctionCall(REWARD_MODEL, "actor", REWARD_MODEL, frozenset({"tokens"}), trains=True)
+    return Dataflow([call], {"tokens"}, "preferences")

@@ -195,16 +195,6 @@ def should_stop(means: Mapping[str, float], cfg: PPOConfig) -> str | None:
     return None
 
 
-def sft_loss(theta: Tensor, mask: Tensor, denominator: float | Tensor) -> tuple[Tensor, Stats]:
-    """Return the negative log-likelihood of the counted tokens as a share of the token mean, and statistics.
-
-    Statistics: ``tokens``, ``loss_sum``.
-    """
-    check_shapes(mask, theta=theta)
-    loss_sum = -blank(theta, mask).sum()
-    return loss_sum / denominator, {"tokens": count(mask), "loss_sum": loss_sum.detach()}
-
-
 def merge_stats(parts: Iterable[Mapping[str, Tensor]]) -> Stats:
     """Merge the statistics of several micro-batches: maxima of ``*_max``, sums of the others."""
     merged: Stats = {}
@@ -225,27 +215,27 @@ def is_maximum(name: str) -> bool:
 
 
 def finish_stats(totals: Mapping[str, float]) -> dict[str, float]:
-    """Divide fully reduced statistics by ``tokens``.
+    """Divide fully reduced statistics by ``pairs`` if there are any in them, else by ``tokens``.
 
-    ``x_sum`` becomes ``x_mean`` (``loss_sum`` becomes ``loss``), and ``x_count`` becomes ``x_fraction``.
-    Maxima and ``tokens`` stay. Without tokens the means are NaN, which the step log
+    ``x_sum`` becomes ``x_mean`` (``loss_sum`` becomes ``loss``, ``accuracy_sum`` ``accuracy``), and ``x_count`` becomes
+    ``x_fraction``. Maxima, ``pairs`` and ``tokens`` stay. Without tokens the means are NaN, which the step log
     writes as null. ``w_ess`` is the effective sample size of w over
     the number of tokens: E[w]^2 / E[w^2]. If the loss is not a token mean (see
     aggregation), the caller divides ``loss_sum`` by the denominator instead.
     """
-    tokens = totals["tokens"]
-    scale = 1.0 / tokens if tokens else math.nan
+    counted = totals["pairs"] if "pairs" in totals else totals["tokens"]
+    scale = 1.0 / counted if counted else math.nan
     finished: dict[str, float] = {}
     for name, value in totals.items():
-        if name == "loss_sum":
-            finished["loss"] = value * scale
+        if name in ("loss_sum", "accuracy_sum"):
+            finished[name.removesuffix("_sum")] = value * scale
         elif name.endswith("_sum"):
             finished[name.removesuffix("_sum") + "_mean"] = value * scale
         elif name.endswith("_count"):
             finished[name.removesuffix("_count") + "_fraction"] = value * scale
         else:
             finished[name] = value
-    if tokens and (squares := finished.get("w_squared_mean")):
+    if counted and (squares := finished.get("w_squared_mean")):
         finished["w_ess"] = finished["w_mean"] ** 2 / squares
     return finished
 

@@ -58,13 +58,13 @@ class Segments:
         if not len(x):
             # A rank with fewer rows than others has an empty micro-batch: launch no kernel for it.
             return x.new_zeros(len(self.lengths))
-        sums = _ordered_sums(x, self.lengths)
+        sums = row_sums(x, self.lengths)
         if self.episodes is None:
             return sums
         self._check("episodes", self.episodes)
         _, episode, rows = torch.unique(self.episodes, return_inverse=True, return_counts=True)
         order = episode.argsort(stable=True)
-        return _ordered_sums(sums[on_device(order, x.device)], rows)[on_device(episode, x.device)]
+        return row_sums(sums[on_device(order, x.device)], rows)[on_device(episode, x.device)]
 
     def _spread(self, per_row: Tensor, like: Tensor) -> Tensor:
         return per_row.repeat_interleave(on_device(self.lengths, like.device), output_size=len(like))
@@ -79,8 +79,13 @@ class Segments:
             raise ValueError(f"lengths sum up to {total}, but there are {len(x)} tokens: they must agree")
 
 
-def _ordered_sums(x: Tensor, lengths: Tensor) -> Tensor:
-    """Sum consecutive parts of ``x`` in a fixed order; index_add_ on a GPU has none, so results would vary."""
+def row_sums(x: Tensor, lengths: Tensor) -> Tensor:
+    """Sum consecutive parts of ``x`` ``[t]``, with gradient; ``lengths`` int64 ``[n]`` on the host, their sum is t.
+
+    The order is fixed; index_add_ on a GPU has none, so results would vary.
+    """
+    if not len(x):
+        return x.new_zeros(len(lengths)) + x.sum()  # of nothing; it keeps the gradient
     return torch.segment_reduce(x, "sum", lengths=on_device(lengths, x.device), unsafe=True)
 
 

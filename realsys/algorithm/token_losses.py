@@ -60,6 +60,9 @@ class StepLosses:
         return self.too_old > WARN_SHARE
 
 
+NO_LOSSES = StepLosses(0, {}, 0.0, 0.0)
+
+
 @dataclass(slots=True)
 class _Step:
     lost: Counter[str] = field(default_factory=Counter)  # tokens by reason

@@ -5,6 +5,7 @@
     serve.d2+actor.d2+critic.m2,ref.m2        `+` separates workers: actor on 0-1, critic and ref both on 2-3
     serve.d2|d2p2                             2 servers and 4 workers use the same devices in turn
     serve.d2+serve.d1|d2                      2 servers of their own, and one on a device of the actor
+    d2p2                                      no servers: a supervised run does not generate
 
 `|` and `,` mean the same: what they join shares devices. A server that shares is lent its devices while no worker
 computes (``realsys.manager.routing.lending``).
@@ -61,7 +62,7 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """Layouts of servers and model roles. ``inference.data`` is the number of GenerationServers.
+    """Layouts of servers and model roles. ``inference.data`` is the number of GenerationServers; 0: none.
 
     roles      the roles that the expression names, including the actor
     workers    number of ModelWorkers
@@ -102,7 +103,10 @@ class Allocation:
 
 
 def parse_allocation(text: str) -> Allocation:
-    """Parse the whole expression. Raises ConfigError naming the part that cannot be read."""
+    """Parse the whole expression. Raises ConfigError naming the part that cannot be read.
+
+    ``realsys.config.rules.check`` refuses one without servers if the run needs them.
+    """
     own: list[ParallelLayout] = []
     lent: list[tuple[ParallelLayout, int]] = []
     roles: dict[str, Placement] = {}
@@ -129,13 +133,9 @@ def parse_allocation(text: str) -> Allocation:
             problem = f"has servers on {serving[0].world_size} devices of workers, and '{block}' has {widest} of them"
             raise ConfigError("allocation", text, problem)
         workers += widest
-    parts = own + [layout for layout, _ in lent]
-    if not parts or len(own) > 1 or len(lent) > 1:
-        example = f"{SERVE}.d1+d2 or {SERVE}.d1|d2"
-        problem = (
-            f"must have exactly one inference part ({SERVE}.), joined by '+' or '|', or one of each: write {example}"
-        )
-        raise ConfigError("allocation", text, problem)
+    if len(own) > 1 or len(lent) > 1:
+        raise servers_wanted(text)
+    parts = own + [layout for layout, _ in lent] or [ParallelLayout(0)]
     if ACTOR not in roles:
         raise ConfigError("allocation", text, "the actor has no part; write e.g. serve.d1+d2p2m1")
     first = parts[0]
@@ -145,6 +145,13 @@ def parse_allocation(text: str) -> Allocation:
         raise ConfigError("allocation", text, "the inference part must have p1: servers do not pipeline")
     servers = ParallelLayout(sum(layout.data for layout in parts), 1, first.tensor)
     return Allocation(servers, roles, workers, sum(layout.data for layout, _ in lent), sum(first for _, first in lent))
+
+
+def servers_wanted(text: str) -> ConfigError:
+    """Return the error of an expression without servers, or with too many parts of them."""
+    example = f"{SERVE}.d1+d2 or {SERVE}.d1|d2"
+    problem = f"must have exactly one inference part ({SERVE}.), joined by '+' or '|', or one of each: write {example}"
+    return ConfigError("allocation", text, problem)
 
 
 def _parse_layout(text: str, whole: str) -> ParallelLayout:
@@ -173,6 +180,14 @@ def lent_servers(config: Config) -> frozenset[str]:
         return frozenset()
     allocation = parse_allocation(config.allocation)
     return frozenset(f"generation_server/{n}" for n in range(allocation.inference.data) if allocation.is_lent(n))
+
+
+def has_servers(config: Config) -> bool:
+    """Return False if the run does not generate: it has no servers, RolloutWorkers and reward services either.
+
+    Raises ConfigError.
+    """
+    return config.allocation == AUTO or parse_allocation(config.allocation).inference.data > 0
 
 
 def own_servers(config: Config) -> int:

@@ -238,15 +238,15 @@ def given_fields(overrides: Sequence[str], *, config_dir: Path | None = None) ->
     Raises ConfigError.
     """
     keys = {_parse(text).key_or_group for text in overrides}
-    in_files = set(_leaves(_merge(overrides, config_dir, with_defaults=False)))
+    in_files = set(leaves(_merge(overrides, config_dir, with_defaults=False)))
     return {_CHOSEN_BY.get(key, key) for key in keys} | (in_files - set(_CHOSEN_BY.values()))
 
 
-def _leaves(tree: object, prefix: str = "") -> Iterator[str]:
+def leaves(tree: object, prefix: str = "") -> Iterator[str]:
     """Yield the dotted paths of a tree's values."""
     if isinstance(tree, dict) and tree:
         for name, value in tree.items():
-            yield from _leaves(value, f"{prefix}{name}.")
+            yield from leaves(value, f"{prefix}{name}.")
     elif prefix:
         yield prefix.removesuffix(".")
 

@@ -41,6 +41,11 @@ KV_VERSIONS = "kv_versions"
 #: likewise; read by all language models, if an agent may choose the temperature of a call
 TEMPERATURES = "temperatures"
 NO_LORA = LoraConfig()
+#: where the rows of a step come from: agents, or the lines of ``data.demos``, which are responses to imitate or pairs
+#: of a chosen and a rejected one
+Rows = Literal["rollout", "demonstrations", "preferences"]
+#: algorithm whose actor has a value head
+REWARD_MODEL = "reward_model"
 
 
 def _keys(names: str = "") -> frozenset[str]:
@@ -69,17 +74,20 @@ class FunctionCall:
 
 
 class Dataflow:
-    """A checked set of calls.
+    """A checked set of calls on ``rows``.
 
     Raises ConfigError for a duplicate name, a key without a maker or with two, and a cycle.
     """
 
-    def __init__(self, calls: Iterable[FunctionCall], source_keys: Iterable[str] = SOURCE_KEYS) -> None:
+    def __init__(
+        self, calls: Iterable[FunctionCall], source_keys: Iterable[str] = SOURCE_KEYS, rows: Rows = "rollout"
+    ) -> None:
         # the mask says which tokens to score
         self.calls = tuple(
             replace(call, inputs=call.inputs | {"loss_mask"}) if "tokens" in call.inputs else call for call in calls
         )
         self.source_keys = frozenset(source_keys) | {"loss_mask"}
+        self.rows = rows
         names = [call.name for call in self.calls]
         for name in names:
             if names.count(name) > 1:
@@ -204,7 +212,7 @@ def script_call(config: Config, role: str, what: str, keys: Set[str]) -> Dataflo
     handler, needed, optional, made = found
     for call in flow.calls:
         if (call.handler, call.role) == (handler, role) and call.inputs <= keys:
-            return Dataflow([call], keys - call.outputs)
+            return Dataflow([call], keys - call.outputs, flow.rows)
     if missing := needed - keys:
         problem = f"the batch has no {', '.join(sorted(missing))}: compute them first"
         raise ConfigError("dataflow", f"{role}.{what}", problem)
@@ -216,7 +224,7 @@ def script_call(config: Config, role: str, what: str, keys: Set[str]) -> Dataflo
     made |= _keys("returns") if what == "advantages" and "values" in reads else _keys()
     name = what if what == "advantages" else f"{role}_{'train' if what == 'train' else 'inf'}"
     call = FunctionCall(name, role, handler, reads, made, trains=what == "train")
-    return _completed(Dataflow([call], keys - made), config)
+    return _completed(Dataflow([call], keys - made, flow.rows), config)
 
 
 def _with_kv_versions(flow: Dataflow, config: Config) -> Dataflow:
@@ -225,7 +233,7 @@ def _with_kv_versions(flow: Dataflow, config: Config) -> Dataflow:
     if config.asynchronous.kv_on_update != "keep" or compares is None:
         return flow
     calls = [replace(c, inputs=c.inputs | {KV_VERSIONS}) if c is compares else c for c in flow.calls]
-    return Dataflow(calls, flow.source_keys | {KV_VERSIONS})
+    return Dataflow(calls, flow.source_keys | {KV_VERSIONS}, flow.rows)
 
 
 def comparing_call(flow: Dataflow) -> FunctionCall | None:
@@ -239,13 +247,14 @@ def _with_temperatures(flow: Dataflow, config: Config) -> Dataflow:
 
     Built-in agents obey requests only where the gateway does; ``session.generate`` of other agents takes any settings.
     """
-    if config.rollout.gateway.sampling == "policy" and config.rollout.agent in AGENT.builtin:
+    follows_trial = config.rollout.gateway.sampling == "policy" and config.rollout.agent in AGENT.builtin
+    if follows_trial or flow.rows != "rollout":
         return flow
     scores = [
         call.name for call in flow.calls if "tokens" in call.inputs and role_settings(config, call.role).head == "lm"
     ]
     calls = [replace(c, inputs=c.inputs | {TEMPERATURES}) if c.name in scores else c for c in flow.calls]
-    return Dataflow(calls, flow.source_keys | {TEMPERATURES}) if scores else flow
+    return Dataflow(calls, flow.source_keys | {TEMPERATURES}, flow.rows) if scores else flow
 
 
 def with_offload(flow: Dataflow, config: Config) -> Dataflow:
@@ -260,7 +269,7 @@ def with_offload(flow: Dataflow, config: Config) -> Dataflow:
         if own_offload(config, call.role) != "none":
             call = replace(call, post_hooks=(*call.post_hooks, "offload"))
         calls.append(call)
-    return Dataflow(calls, flow.source_keys)
+    return Dataflow(calls, flow.source_keys, flow.rows)
 
 
 def check_calls(flow: Dataflow) -> None:
@@ -270,6 +279,16 @@ def check_calls(flow: Dataflow) -> None:
         for field, hooks in (("pre_hooks", call.pre_hooks), ("post_hooks", call.post_hooks)):
             for hook in hooks:
                 replace(HOOK, field=f"dataflow.{call.name}.{field}").check(hook)
+
+
+def is_supervised(config: Config) -> bool:
+    """Return True if the run learns from rows of ``data.demos``, and agents play for evaluations only."""
+    return dataflow_of(config).rows != "rollout"
+
+
+def takes_prompts(config: Config) -> bool:
+    """Return True if the run trains on prompts of ``data.train``. A supervised run or an evaluation may have none."""
+    return not (config.evaluate_only or is_supervised(config))
 
 
 def advantages_by_token(config: Config) -> bool:
@@ -322,7 +341,8 @@ def role_settings(config: Config, role: str) -> RoleSettings:
     # Ranks that leave their devices to servers leave nothing there.
     offload = "all" if lent_servers(config) else own_offload(config, role)
     if role == ACTOR:
-        return RoleSettings(ACTOR, path, "lm", offload, train.optimizer, train.lora)
+        head: Literal["lm", "value"] = "value" if train.ppo.algorithm == REWARD_MODEL else "lm"
+        return RoleSettings(ACTOR, path, head, offload, train.optimizer, train.lora)
     if role not in config.roles:
         problem = f"is called by the dataflow but not configured; add {role_field(role)}.head=lm|value"
         raise ConfigError("roles", role, problem)

@@ -339,7 +339,7 @@ def host_use(config: Config, allocation: Allocation, flow: Dataflow, here: OnHos
     if not here.servers_on_gpu:
         servers = server_use(config, allocation, on_gpu=False).total * sizes_of(config, allocation).gpus * here.servers
     # On the host, too, those that have the devices in turn have its memory in turn.
-    asleep = servers * allocation.lent // allocation.inference.data
+    asleep = servers * allocation.lent // max(1, allocation.inference.data)
     if asleep < ranks:
         servers -= asleep
     elif asleep:

@@ -157,9 +157,11 @@ def _blocks(config: Config, machine: Machine, node: NodeDevices) -> list[Block]:
             Block(RANK, ranks, int(on_gpus), config.cluster.threads, OnHost(1, 0, 0, ranks_on_gpu=on_gpus).processes)
             for ranks in tensor_groups(allocation, [ACTOR, *dataflow_of(config).roles])
         ]
+    servers, ports = allocation.inference.data, port_range(config.cluster.ports)
+    if not servers:
+        return blocks
     backend = backend_rules(config)
     server = _server(config, allocation, backend, node, servers_use_gpus(config, machine, backend))
-    servers, ports = allocation.inference.data, port_range(config.cluster.ports)
     init = max(ports[0], ports[-1] + 1 - servers) if ports else FIRST_INIT_PORT
     lending = _lending(allocation) if on_gpus and not config.evaluate_only else {}
     blocks += [

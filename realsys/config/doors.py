@@ -258,6 +258,7 @@ AGENT = AgentDoor(
     {
         "single_turn": "realsys.rollout.agents.single_turn:SingleTurn",
         "multi_turn": "realsys.rollout.agents.multi_turn:MultiTurn",
+        "distill": "realsys.rollout.agents.distill:Distill",
         "tool_use": "realsys.rollout.agents.tool_use:ToolUse",
         "verifiers": "realsys.rollout.agents.verifiers:VerifiersAgent",
     },
@@ -361,7 +362,17 @@ LOSS = Door(
     accepts("inputs"),
 )
 
-ALGORITHM = Door("train.ppo.algorithm", "algorithm", {"ppo": "realsys.algorithm.dataflows:ppo"}, takes("config"))
+ALGORITHM = Door(
+    "train.ppo.algorithm",
+    "algorithm",
+    {
+        "ppo": "realsys.algorithm.dataflows:ppo",
+        "sft": "realsys.algorithm.dataflows:sft",
+        "dpo": "realsys.algorithm.dataflows:dpo",
+        "reward_model": "realsys.algorithm.dataflows:reward_model",
+    },
+    takes("config"),
+)
 
 #: function (session) that trains: ``realsys.loops``. ``session`` waits for a script outside of the MasterWorker,
 #: ``evaluate`` is what `realsys eval` runs in its place
@@ -388,7 +399,9 @@ CALL_HANDLER = Door(
         "advantages": "realsys.train.worker.advantages:Advantages",
         "actor_train": "realsys.train.worker.actor:ActorTrain",
         "critic_train": "realsys.train.worker.critic:CriticTrain",
-        "sft": "realsys.train.worker.actor:Sft",
+        "sft": "realsys.train.worker.supervised:Sft",
+        "dpo": "realsys.train.worker.supervised:Dpo",
+        "reward_model": "realsys.train.worker.supervised:RewardModel",
     },
     handles("run", "role", "request"),
 )

@@ -11,6 +11,7 @@ from realsys.config.schema import Config, SamplingConfig
 from realsys.config.schema_data import HELD_OUT, TRAIN, EvalSetConfig
 from realsys.errors import ConfigError
 
+DEMOS = "demos"  # the set of the held-out rows of data.demos, which a supervised run measures
 _OWN = ("temperature", "top_p", "top_k", "min_p", "max_new_tokens")
 
 
@@ -69,8 +70,8 @@ def set_of_id(eval_id: str) -> str:
 
 def _filled(config: Config, name: str, own: EvalSetConfig) -> EvaluationSet:
     general, field_name = config.evaluation, f"evaluation.sets.{name}"
-    if name == TRAIN:
-        raise ConfigError(field_name, name, "is the name of the prompts to train on: choose another name")
+    if name in (TRAIN, DEMOS):
+        raise ConfigError(field_name, name, "is the name of the prompts or rows to train on: choose another name")
     if name == HELD_OUT and own.path:
         raise ConfigError(f"{field_name}.path", own.path, "the held-out problems are those of data.eval: set that")
     problems = general.problems if own.problems is None else own.problems

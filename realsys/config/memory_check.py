@@ -95,8 +95,8 @@ def place_of(config: Config, allocation: Allocation, backend: BackendRules, mach
     here = OnHost(
         ranks=0 if config.evaluate_only else allocation.workers,
         servers=allocation.inference.data,
-        others=config.rollout.workers + config.rollout.reward.services + 2,
-        engine=0 if elsewhere else int(backend.memory_bytes(nodes[-1])),
+        others=2 + (config.rollout.workers + config.rollout.reward.services if allocation.inference.data else 0),
+        engine=0 if elsewhere or not allocation.inference.data else int(backend.memory_bytes(nodes[-1])),
         ranks_on_gpu=on_gpus or gpus_of_torch(config, machine) > 0,
         servers_on_gpu=on_gpus or servers_use_gpus(config, machine, backend),
     )
@@ -122,7 +122,7 @@ def check_memory(config: Config, place: Place) -> None:
     allocation, flow = parse_allocation(config.allocation), dataflow_of(config)
     if place.ranks_on_gpu and place.gpu_bytes:
         _check_ranks(config, allocation, flow, place)
-    if place.here.servers_on_gpu and place.gpu_bytes:
+    if place.here.servers_on_gpu and place.here.servers and place.gpu_bytes:
         _check_servers(config, allocation, place)
     if place.host_bytes:
         _check_host(config, place)
@@ -145,7 +145,8 @@ def _other_allocation(config: Config, allocation: Allocation, place: Place) -> s
     """Return what to do if no setting is enough: more of the same GPUs for training, or a smaller run."""
     own = allocation.inference.data - allocation.lent
     gpus = allocation.workers + own * sizes_of(config, allocation).gpus
-    text = None if len(allocation.roles) > 1 else smallest_training(config, gpus, place.gpu_bytes)
+    is_plain = len(allocation.roles) == 1 and allocation.inference.data > 0
+    text = smallest_training(config, gpus, place.gpu_bytes) if is_plain else None
     if text is None:
         return "no setting is enough: use more GPUs with a larger m or p, train.lora.rank, or a smaller model"
     return f"no setting is enough for this number of training ranks: set allocation={text}"
@@ -211,6 +212,8 @@ def _gpus_fit(config: Config, place: Place) -> bool:
     """Return True if the GPUs hold the ranks and, if they are shared, the servers. Servers alone are checked before."""
     if not (place.ranks_on_gpu and place.gpu_bytes):
         return True
+    if not place.here.servers:
+        return ranks_fit(config, place.gpu_bytes)
     use = server_use(config, parse_allocation(config.allocation), on_gpu=True)
     return ranks_fit(config, place.gpu_bytes) and use.total <= min(_server_shares(config, place).values())
 
@@ -310,7 +313,12 @@ def device_lines(config: Config, place: Place) -> list[str]:
 
 
 def _alike_servers(allocation: Allocation) -> list[Allocation]:
-    """Return the allocation of the servers with devices of their own, if there are both kinds, and the whole one."""
+    """Return the allocation of the servers with devices of their own, if there are both kinds, and the whole one.
+
+    Nothing without servers.
+    """
+    if not allocation.inference.data:
+        return []
     own, inference = allocation.inference.data - allocation.lent, allocation.inference
     both = allocation.lent and own
     return [*([replace(allocation, inference=replace(inference, data=own), lent=0)] if both else []), allocation]

@@ -174,10 +174,30 @@ def smallest_training(config: Config, gpus: int, gpu_bytes: int) -> str | None:
     numbers = [ranks for ranks in range(max(1, gpus // 4), gpus - width + 1) if (gpus - ranks) % width == 0]
     for stages, spare, ranks in itertools.product(_STAGES, (_SPARE, 0), numbers):
         inference = ParallelLayout((gpus - ranks) // width, 1, tensor)
-        for layout in sorted(_layouts(config, ranks, stages), key=layout_cost):
-            text = allocation_text(inference, layout)
-            if ranks_fit(replaced(config, ["allocation"], text), gpu_bytes - spare):
-                return text
+        if text := _cheapest_layout(config, inference, ranks, stages, gpu_bytes - spare):
+            return text
+    return None
+
+
+def training_alone(config: Config, gpus: int, gpu_bytes: int) -> str | None:
+    """Return the allocation without servers that fits ``gpus`` GPUs of ``gpu_bytes``; None if none does.
+
+    Raises ModelError.
+    """
+    for stages, spare in itertools.product(_STAGES, (_SPARE, 0)):
+        if text := _cheapest_layout(config, ParallelLayout(0), gpus, stages, gpu_bytes - spare):
+            return text
+    return None
+
+
+def _cheapest_layout(
+    config: Config, inference: ParallelLayout, ranks: int, stages: Sequence[int], gpu_bytes: int
+) -> str | None:
+    """Return the allocation whose ``ranks`` fit with the least communication; None if none does."""
+    for layout in sorted(_layouts(config, ranks, stages), key=layout_cost):
+        text = allocation_text(inference, layout)
+        if ranks_fit(replaced(config, ["allocation"], text), gpu_bytes):
+            return text
     return None
 
 

@@ -115,6 +115,11 @@ class TrialPaths:
         return self.data / "sources.json"
 
     @property
+    def demos(self) -> Path:
+        """The trial's own rows to learn from: those of the arith task, or a copy of a table or folder."""
+        return self.data / "demos.jsonl"
+
+    @property
     def submitted(self) -> Path:
         """Rows that the training script has made (``data.order=script``)."""
         return self.data / "submitted.jsonl"

@@ -18,9 +18,18 @@ from typing import Any
 import msgspec
 
 from realsys.agent_runner.contract import NATIVE, kind_of
-from realsys.config.allocation import ACTOR, Allocation, parse_allocation
+from realsys.config.allocation import ACTOR, Allocation, has_servers, parse_allocation, servers_wanted
 from realsys.config.backend_rules import BackendRules, backend_rules
-from realsys.config.dataflow import Dataflow, check_calls, dataflow_of, own_offload, role_field, role_settings
+from realsys.config.dataflow import (
+    Dataflow,
+    check_calls,
+    dataflow_of,
+    is_supervised,
+    own_offload,
+    role_field,
+    role_settings,
+    takes_prompts,
+)
 from realsys.config.device_plan import nodes_of, seats_of
 from realsys.config.doors import (
     AGENT,
@@ -74,10 +83,12 @@ def check(config: Config, machine: Machine) -> Allocation:
     machine = machine.planned(config.cluster)
     allocation, flow = parse_allocation(config.allocation), dataflow_of(config)
     check_calls(flow)
+    _check_servers(config, allocation)
     allocation.check_roles(flow.roles, config.allocation)
     _check_roles(config, flow)
     backend = backend_rules(config)
-    _check_generation(config, allocation, backend)
+    if allocation.inference.data:
+        _check_generation(config, allocation, backend)
     place = _check_machine(config, allocation, machine, backend)
     on_gpus = place.here.ranks_on_gpu, place.here.servers_on_gpu
     check_lending(config, allocation, backend, ranks_on_gpu=on_gpus[0], servers_on_gpu=on_gpus[1])
@@ -111,6 +122,19 @@ def _check_roles(config: Config, flow: Dataflow) -> None:
 
 
 # ---- processes and machine
+
+
+def _check_servers(config: Config, allocation: Allocation) -> None:
+    """Let only a supervised run be without servers, and only if it samples nothing."""
+    if allocation.inference.data:
+        return
+    if config.evaluate_only or not is_supervised(config):
+        raise servers_wanted(config.allocation)
+    for name, made in evaluation_sets(config).items():
+        own = config.evaluation.sets.get(name)
+        field = "evaluation.problems" if own is None or own.problems is None else f"evaluation.sets.{name}.problems"
+        problem = f"an evaluation samples from servers, and allocation={config.allocation} has none: set it to 0"
+        raise ConfigError(field, made.problems, f"{problem}, or add them, e.g. allocation=serve.d1+{config.allocation}")
 
 
 def _check_generation(config: Config, allocation: Allocation, backend: BackendRules) -> None:
@@ -176,8 +200,9 @@ def check_lending(
 
 def _check_gpus(config: Config, machine: Machine, backend: BackendRules) -> None:
     """Refuse settings that are slow on GPUs, unless the user allows them."""
-    with BACKEND.guard(config.generation.backend, "check_machine raised"):
-        backend.check_machine(machine)
+    if has_servers(config):
+        with BACKEND.guard(config.generation.backend, "check_machine raised"):
+            backend.check_machine(machine)
     if machine.trainer_gpus and config.model.dtype == "float32" and not config.model.small_on_gpu:
         problem = "has no fast attention kernel on GPUs: set model.dtype=bfloat16"
         remedy = "model.small_on_gpu=true to use it all the same"
@@ -186,7 +211,7 @@ def _check_gpus(config: Config, machine: Machine, backend: BackendRules) -> None
 
 def _check_cluster(config: Config, allocation: Allocation) -> None:
     cluster = config.cluster
-    light = config.rollout.workers + config.rollout.reward.services + 2
+    light = 2 + (config.rollout.workers + config.rollout.reward.services if allocation.inference.data else 0)
     processes = allocation.workers + allocation.inference.data + light
     if cluster.name_store.backend == "file" and processes > MOST_WITH_FILES:
         problem = (
@@ -328,6 +353,10 @@ def sampling_warnings(sampling: SamplingConfig) -> Iterator[str]:
 def _check_data(config: Config) -> None:
     data = config.data
     held_out = [made for made in evaluation_sets(config).values() if made.split == HELD_OUT]
+    if config.warmup.steps and is_supervised(config):
+        algorithm = f"train.ppo.algorithm={config.train.ppo.algorithm}"
+        problem = f"must be 0: {algorithm} learns from data.demos itself; use realsys chain for a stage before it"
+        raise ConfigError("warmup.steps", config.warmup.steps, problem)
     if data.order == "script":
         if config.train.loop in ("train", "evaluate"):
             problem = "needs a loop that submits rows: set train.loop=FILE.py, or use realsys.Session"
@@ -359,21 +388,28 @@ def _check_data(config: Config) -> None:
         if config.train.total_epochs * arith.train_size < config.train.batch_groups and config.train.total_epochs:
             raise ConfigError("data.arith.train_size", arith.train_size, "is less than one batch (train.batch_groups)")
         return
-    check_sources(data, has_copy=TrialPaths.of(config).data_sources.is_file(), trains=not config.evaluate_only)
+    has_copy = TrialPaths.of(config).data_sources.is_file()
+    check_sources(data, has_copy=has_copy, trains=takes_prompts(config), evaluates=bool(held_out))
     if config.warmup.steps and not data.demos:
         raise ConfigError("data.demos", "", "the supervised warm-up (warmup.steps) needs demonstrations")
+    if is_supervised(config) and not data.demos:
+        algorithm = f"train.ppo.algorithm={config.train.ppo.algorithm}"
+        raise ConfigError("data.demos", "", f"{algorithm} learns from {dataflow_of(config).rows}: name a file")
+    if data.demos and not TrialPaths.of(config).demos.is_file() and (problem := source_problem(data.demos)):
+        raise ConfigError("data.demos", data.demos, problem)
     if held_out and not data.eval and not data.eval_fraction:
         raise ConfigError("data.eval_fraction", 0.0, "nothing is held out; name data.eval or set evaluation.problems=0")
 
 
-def check_sources(data: DataConfig, *, has_copy: bool = False, trains: bool = True) -> None:
+def check_sources(data: DataConfig, *, has_copy: bool = False, trains: bool = True, evaluates: bool = True) -> None:
     """Check sources and layouts. ``has_copy``: the trial has its own copy of the data, so the sources may be gone.
 
-    ``trains`` False: ``data.eval`` alone is enough. Raises ConfigError.
+    ``trains`` False: ``data.eval`` alone is enough, and if ``evaluates`` is False, too, nothing is needed. Raises
+    ConfigError.
     """
     if data.mixture and data.train:
         raise ConfigError("data.train", data.train, "must be empty, because data.mixture names the sources")
-    if not data.mixture and not data.train and (trains or not data.eval):
+    if not data.mixture and not data.train and (trains or (evaluates and not data.eval)):
         raise ConfigError("data.train", "", "name a JSONL file with prompt and answer on every line, or docs/data.md")
     named = [("data.train", data.train, data.layout, data.layout_args), ("data.eval", data.eval, data.layout, {})]
     named += [(f"data.mixture[{i}].path", s.path, s.layout, s.layout_args) for i, s in enumerate(data.mixture)]
@@ -384,8 +420,6 @@ def check_sources(data: DataConfig, *, has_copy: bool = False, trains: bool = Tr
             LAYOUT.check(layout, arguments)
         elif arguments:
             raise ConfigError(f"{field.rpartition('.')[0]}.layout", layout, "name the layout that takes layout_args")
-    if data.demos and not (Path(data.demos).is_file() and os.access(data.demos, os.R_OK)):
-        raise ConfigError("data.demos", data.demos, "is not a readable file")
 
 
 def _check_sets(config: Config) -> None:

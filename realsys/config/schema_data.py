@@ -109,7 +109,9 @@ class DataConfig(Section):
         description="of reasoning_gym:NAME: size (1000), seed (0), and those of the data set; of verifiers:ENV: "
         "env_python, args, eval_args, size",
     )
-    demos: str = Field("", description="JSONL file with the keys prompt and response, for the supervised warm-up")
+    demos: str = Field(
+        "", description="file or folder as train: demonstrations, chats or preferences to learn from (docs/data.md)"
+    )
     order: Literal["shuffled", "script"] = Field(
         "shuffled",
         description="new prompts: by the seed, each once per epoch; or those that the training script submits",

@@ -97,7 +97,8 @@ class RolloutConfig(Section):
     max_concurrent: Positive = Field(64, description="groups that one RolloutWorker runs at a time")
     agent: str = Field(
         "single_turn",
-        description="single_turn, multi_turn, tool_use, verifiers, or package.module:name of a class or function",
+        description="single_turn, multi_turn, tool_use, distill, verifiers, or package.module:name of a class or"
+        " function",
     )
     agent_args: dict[str, Any] = Field({}, description="keyword arguments of the agent")
     agent_process: Literal["auto", "always", "never"] = Field(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, field_validator
 
@@ -101,16 +101,42 @@ class FilterConfig(Section):
         return self.accept == "unequal_rewards" or self.bounds_success
 
 
+class DpoArguments(Section):
+    """``train.ppo.loss_args`` of dpo."""
+
+    beta: PositiveFloat = Field(0.1, description="strength of the tie to the reference model")
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = Field(
+        0.0, description="share of the pairs whose labels are wrong"
+    )
+    loss_type: Literal["sigmoid", "hinge", "ipo"] = Field("sigmoid", description="function of the margin")
+
+
+class RewardModelArguments(Section):
+    """``train.ppo.loss_args`` of reward_model."""
+
+    center: NonNegativeFloat = Field(0.0, description="strength of the penalty that keeps the scores around 0")
+
+
+#: handler of a call that learns from ``data.demos`` -> its ``train.ppo.loss_args``
+OBJECTIVES: dict[str, type[Section]] = {"sft": Section, "dpo": DpoArguments, "reward_model": RewardModelArguments}
+
+
 class PPOConfig(Section):
     """Policy optimisation. The published algorithms are settings of it (configs/algorithm, docs/algorithms.md)."""
 
-    algorithm: str = Field("ppo", description="dataflow of a train step: ppo, or package.module:function")
+    algorithm: str = Field(
+        "ppo",
+        description="dataflow of a train step: ppo; sft, dpo or reward_model, which learn from data.demos;"
+        " or package.module:function",
+    )
     loss: str = Field(
         "ppo",
         description="ppo (clipped token ratio), gspo (clipped sequence ratio), cispo (clipped weight),"
         " reinforce (no ratio), or package.module:function",
     )
-    loss_args: dict[str, Any] = Field({}, description="keyword arguments of the loss function")
+    loss_args: dict[str, Any] = Field(
+        {}, description="keyword arguments of the loss function, or of the objective of dpo or reward_model"
+    )
     aggregation: Literal["token", "sequence", "constant"] = Field(
         "token",
         description="mean over all tokens; mean over episodes of their token means;"

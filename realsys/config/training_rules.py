@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from realsys.config.allocation import ACTOR, Allocation
 from realsys.config.dataflow import Dataflow, role_field, role_settings, token_level_advantages
 from realsys.config.doors import FILTER, LOOP, LOSS
+from realsys.config.fields import arguments_of
 from realsys.config.schema import Config
-from realsys.config.schema_train import OptimizerConfig
+from realsys.config.schema_train import OBJECTIVES, OptimizerConfig
 from realsys.errors import ConfigError
 
 
@@ -27,7 +28,7 @@ def check_training(config: Config, allocation: Allocation, flow: Dataflow) -> No
             raise ConfigError(f"{role_field(role)}.offload", "optimizer", problem)
     _check_rewards(config)
     _check_selection(config)
-    _check_loss(config)
+    _check_loss(config, flow)
     _check_advantages(config)
 
 
@@ -71,7 +72,7 @@ def _check_sharded(field: str, optimizer: OptimizerConfig) -> None:
 
 def _check_rewards(config: Config) -> None:
     ppo, reward = config.train.ppo, config.rollout.reward
-    if reward.correct <= reward.wrong:
+    if reward.correct <= reward.wrong and not (reward.correct == reward.wrong and ppo.reward_model_weight):
         raise ConfigError(
             "rollout.reward.correct", reward.correct, f"must be above rollout.reward.wrong ({reward.wrong})"
         )
@@ -83,6 +84,9 @@ def _check_rewards(config: Config) -> None:
     if ppo.reward_model_weight and not config.roles["reward"].path:
         problem = "train.ppo.reward_model_weight needs a reward model: set an HF *ForSequenceClassification directory"
         raise ConfigError("roles.reward.path", "", problem)
+    if not ppo.reward_scale and ppo.kl.coef and ppo.kl.place == "reward" and not config.roles["ref"].path:
+        problem = "train.ppo.reward_scale=0 leaves the KL to this model as the only reward: set the teacher's directory"
+        raise ConfigError("roles.ref.path", "", problem)
 
 
 def _check_selection(config: Config) -> None:
@@ -108,8 +112,11 @@ def _check_selection(config: Config) -> None:
         raise ConfigError("rollout.keep.by", "best", problem)
 
 
-def _check_loss(config: Config) -> None:
+def _check_loss(config: Config, flow: Dataflow) -> None:
     ppo = config.train.ppo
+    if objectives := [OBJECTIVES[call.handler] for call in flow.calls if call.handler in OBJECTIVES]:
+        arguments_of(objectives[0], ppo.loss_args, LOSS.arguments_field)
+        return
     if ppo.loss_args and ppo.loss in LOSS.builtin:
         problem = f"must be empty for loss={ppo.loss}, which reads its settings from train.ppo"
         raise ConfigError("train.ppo.loss_args", ppo.loss_args, problem)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from realsys.config.allocation import ACTOR
+from realsys.config.allocation import ACTOR, has_servers
 from realsys.config.dataflow import Dataflow, role_settings
 from realsys.config.doors import AGENT
 from realsys.config.schema import Config, DataConfig
@@ -88,11 +88,14 @@ def model_of(config: Config, role: str = ACTOR) -> HfModel:
 def disk_bytes(config: Config, flow: Dataflow) -> int:
     """Estimate what the trial folder holds in the end, without records. Raises ModelError.
 
-    These are kept weight versions, kept checkpoints and one being written, and the trained model.
+    These are kept weight versions, kept checkpoints and one being written, and the trained model. Without servers only
+    the version of the trained model is written.
     """
     actor, state = _sizes(config, flow)
     settings = config.checkpoint
-    versions = config.weights.keep_versions + 2  # one is being written; one is the trained model
+    versions = (
+        config.weights.keep_versions if has_servers(config) else 0
+    ) + 2  # one is being written; one is the trained model
     if settings.hf_every_steps:
         versions += config.train.total_steps // settings.hf_every_steps
     checkpoints = settings.keep + 1 if settings.every_steps else int(settings.at_end or settings.on_stop)

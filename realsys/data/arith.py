@@ -9,6 +9,10 @@ operands has a heavy tail (P(n) ~ n^-alpha), so completions differ in length by 
 sum is wrong with probability ``demo_noise``, and the next steps continue from it: a model warmed up on these
 demonstrations has the skill and makes mistakes at a known rate, which reinforcement learning can remove.
 
+A preference has the right steps, and steps with one error from which the next ones continue:
+
+    chosen  a0+3=3;b3+5=8;c8+7=15;#15        rejected       a0+3=3;b3+5=9;c9+7=16;#16
+
 For agents of OpenAI endpoints, demonstrations are chats in the forms of ``data.arith.forms``. A form has places
 for the values of a problem:
 
@@ -27,7 +31,7 @@ from __future__ import annotations
 import json
 import random
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -38,8 +42,8 @@ from safetensors.numpy import save
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
 from realsys.config.schema import TinyModelConfig
-from realsys.config.schema_data import ArithConfig
-from realsys.data.lines import Demonstration, Problem
+from realsys.config.schema_data import ArithConfig, ArithForm
+from realsys.data.lines import Demonstration, Preference, Problem
 from realsys.data.prompts import write_atomically
 from realsys.errors import MALFORMED, ConfigError, ModelError
 from realsys.model_files.architecture import (
@@ -79,14 +83,19 @@ def problem(operands: list[int]) -> Problem:
 
 def demonstration(operands: list[int], noise: float, rng: random.Random) -> Demonstration:
     """Build a demonstration. Each step's sum is wrong with probability ``noise``; the next steps continue from it."""
-    total, steps = 0, []
-    for label, operand in zip(LABELS, operands, strict=False):
-        after = total + operand
+    total, sums = 0, []
+    for operand in operands:
+        total += operand
         if noise and rng.random() < noise:
-            after = max(0, after + rng.choice(ERRORS))
-        steps.append(f"{label}{total}+{operand}={after};")
-        total = after
-    return Demonstration(prompt_text(operands), f"{''.join(steps)}#{total}")
+            total = max(0, total + rng.choice(ERRORS))
+        sums.append(total)
+    return _worked_out(operands, sums)
+
+
+def _worked_out(operands: list[int], sums: list[int]) -> Demonstration:
+    rows = zip(LABELS, operands, [0, *sums], sums, strict=False)
+    steps = "".join(f"{label}{total}+{operand}={after};" for label, operand, total, after in rows)
+    return Demonstration(prompt_text(operands), f"{steps}#{sums[-1]}")
 
 
 def wrong_try(operands: list[int], rng: random.Random) -> Demonstration:
@@ -97,22 +106,54 @@ def wrong_try(operands: list[int], rng: random.Random) -> Demonstration:
     return wrong
 
 
+def wrong_step(operands: list[int], rng: random.Random) -> Demonstration:
+    """Build a demonstration whose first error is in a random step; the next steps continue from it without another."""
+    sums, step = list(accumulate(operands)), rng.randrange(len(operands))
+    errors = [error for error in ERRORS if sums[step] + error >= 0]
+    error = rng.choice(errors)
+    return _worked_out(operands, [total + error * (i >= step) for i, total in enumerate(sums)])
+
+
 def chat_demonstration(operands: list[int], config: ArithConfig, rng: random.Random) -> Demonstration:
     """Build a demonstration in one of the forms, chosen by their weights. Raises ConfigError for a malformed form."""
-    form = rng.choices(config.forms, [form.weight for form in config.forms])[0]
-    tools = [{"type": "function", "function": {"name": name}} for name in form.tools]
-    text = msgspec.json.encode({"prompt": form.prompt, "response": form.response, "tools": tools}).decode()
-    steps, _, total = demonstration(operands, config.demo_noise, rng).response.partition("#")
+    form = _chosen_form(config, rng)
+    shown = demonstration(operands, config.demo_noise, rng)
     called = list(operands)
     if rng.random() < config.demo_noise:
         called[rng.randrange(len(called))] = rng.randint(0, config.max_operand)
+    return _filled(form, shown, called, wrong_try(operands, rng))
+
+
+def preference(operands: list[int], config: ArithConfig, rng: random.Random) -> Preference:
+    """Build a pair: the right steps, and steps of which one is wrong. Raises ConfigError for a form without either."""
+    right, wrong = demonstration(operands, 0.0, rng), wrong_step(operands, rng)
+    if not config.forms:
+        return Preference(right.response, wrong.response, right.prompt)
+    form, first, called = _chosen_form(config, rng), wrong_try(operands, rng), list(operands)
+    called[rng.randrange(len(called))] += 1
+    chosen, rejected = _filled(form, right, operands, first), _filled(form, wrong, called, first)
+    if chosen.response == rejected.response:
+        problem = "is the same for right and wrong steps: use {steps}, {sum}, {expression} or {value}"
+        raise ConfigError("data.arith.forms", form.response, problem)
+    return Preference(chosen.response, rejected.response, chosen.prompt, chosen.tools)
+
+
+def _chosen_form(config: ArithConfig, rng: random.Random) -> ArithForm:
+    return rng.choices(config.forms, [form.weight for form in config.forms])[0]
+
+
+def _filled(form: ArithForm, shown: Demonstration, called: list[int], wrong: Demonstration) -> Demonstration:
+    """Fill a form with the steps of ``shown``, the operands ``called`` and the first try ``wrong``."""
+    tools = [{"type": "function", "function": {"name": name}} for name in form.tools]
+    text = msgspec.json.encode({"prompt": form.prompt, "response": form.response, "tools": tools}).decode()
+    steps, _, total = shown.response.partition("#")
     for name, value in {
-        "prompt": prompt_text(operands),
+        "prompt": str(shown.prompt),
         "steps": steps,
         "sum": total,
         "expression": "+".join(map(str, called)),
         "value": str(sum(called)),
-        "wrong": wrong_try(operands, rng).response,
+        "wrong": wrong.response,
     }.items():
         text = text.replace(f"{{{name}}}", value)  # values have no character that JSON escapes
     try:
@@ -142,15 +183,16 @@ class Generator:
         raise ConfigError("data.arith.max_operands", self._config.max_operands, reason)
 
 
-def write_dataset(config: ArithConfig, directory: Path, *, seed: int) -> None:
+def write_dataset(config: ArithConfig, directory: Path, *, seed: int, preferences: bool = False) -> None:
     """Write train.jsonl, eval.jsonl and demos.jsonl; each appears complete. The same seed gives the same files.
 
-    Short prompts repeat, because there are few of them and the distribution of lengths must not change.
+    With ``preferences`` the lines of demos.jsonl are pairs of a right and a wrong response. Short prompts repeat,
+    because there are few of them and the distribution of lengths must not change.
     """
     directory.mkdir(parents=True, exist_ok=True)
     write_atomically(directory / "train.jsonl", _problems(config, seed, "train", config.train_size, held_out=False))
     write_atomically(directory / "eval.jsonl", _problems(config, seed, "eval", config.eval_size, held_out=True))
-    write_atomically(directory / "demos.jsonl", _demonstrations(config, seed))
+    write_atomically(directory / "demos.jsonl", _demonstrations(config, seed, preferences))
 
 
 def _problems(config: ArithConfig, seed: int, stream: str, size: int, *, held_out: bool) -> Iterator[bytes]:
@@ -159,12 +201,13 @@ def _problems(config: ArithConfig, seed: int, stream: str, size: int, *, held_ou
         yield msgspec.json.encode(problem(generator.operands(held_out))) + b"\n"
 
 
-def _demonstrations(config: ArithConfig, seed: int) -> Iterator[bytes]:
+def _demonstrations(config: ArithConfig, seed: int, preferences: bool) -> Iterator[bytes]:
     generator = Generator(config, seed, "demos")
-    show = chat_demonstration if config.forms else _plain_demonstration
+    shown: Callable[[list[int], ArithConfig, random.Random], Demonstration | Preference]
+    shown = preference if preferences else chat_demonstration if config.forms else _plain_demonstration
     for _ in range(config.demo_size):
         operands = generator.operands(held_out=False)
-        yield msgspec.json.encode(show(operands, config, generator.rng)) + b"\n"
+        yield msgspec.json.encode(shown(operands, config, generator.rng)) + b"\n"
 
 
 def _plain_demonstration(operands: list[int], config: ArithConfig, rng: random.Random) -> Demonstration:

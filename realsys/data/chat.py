@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import jinja2
 import msgspec
@@ -236,6 +236,53 @@ def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, 
 
 def _raise(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
+
+
+# ---- turns of the assistant in a whole chat: what a model imitates that learns from it
+#
+#     render of the messages before a turn, with the opening of a completion   is the beginning of the whole text
+#     turn                                                                    from there to the token that ends it
+
+
+class Turns(NamedTuple):
+    """A rendered chat, up to the end of the assistant's last turn.
+
+    spans   [start, end) of each turn in characters; without the opening, with the text of the token that ends it
+    closed  False if the template prints no such token after the last turn
+    """
+
+    text: str
+    spans: list[tuple[int, int]]
+    closed: bool
+
+
+def assistant_turns(
+    template: ChatTemplate, messages: Sequence[Message], tools: Tools, ends: Sequence[str], first: int = 0
+) -> Turns:
+    """Render a chat and find the assistant's turns among ``messages[first:]``; ``ends``: texts that end a turn.
+
+    Raises DataError if the template refuses the messages, or prints a turn in another way if others follow it.
+    """
+    numbers = [i for i, message in enumerate(messages) if i >= first and message.role == "assistant"]
+    text = template.render(messages[: numbers[-1] + 1], tools, prompt=False)
+    starts = []
+    for number in numbers:
+        before = template.render(messages[:number], tools)
+        if not text.startswith(before):
+            problem = f"it prints message {number + 1} in another way than it opens a completion there"
+            raise DataError(f"{template.name}: {problem}: give the messages before it as prompt, and it as a text")
+        starts.append(len(before))
+    spans = []
+    for number, start, stop in zip(numbers, starts, [*starts[1:], len(text)], strict=True):
+        if mark := next((end for end in ends if end in (messages[number].content or "")), None):
+            raise DataError(f"message {number + 1} has {mark!r} in its content, which ends a turn: remove it")
+        found = [(at, -len(end)) for end in ends if (at := text.find(end, start, stop)) >= 0]
+        if not found and number != numbers[-1]:
+            problem = f"it ends message {number + 1} with no token that ends a completion ({', '.join(ends)})"
+            raise DataError(f"{template.name}: {problem}: end the chat there, or set eos_token")
+        at, length = min(found, default=(stop, 0))
+        spans.append((start, at - length))
+    return Turns(text[: spans[-1][1]], spans, closed=bool(found))
 
 
 # ---- tail of a row: the text that a chat template puts between a completion and the next one

@@ -15,17 +15,16 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
+from realsys.config.dataflow import is_supervised, takes_prompts
 from realsys.config.evaluation_sets import sources_of_sets
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
-from realsys.config.schema_data import AUTO_LAYOUT, DataConfig
-from realsys.config.trial_sizes import longest_sequence
+from realsys.config.schema_data import AUTO_LAYOUT, HELD_OUT, TRAIN, DataConfig
 from realsys.data.convert import DataSource, Split, encoded, prompt_lengths, rows_of, sources_of
 from realsys.data.layouts import ProblemRow, detect
+from realsys.data.learning import LearningData, check_learning_data, learning_data
 from realsys.data.prompts import (
-    DemoDataset,
     PromptDataset,
-    dataset_files,
     dropped_lines,
     is_converted,
     plain_text,
@@ -43,9 +42,9 @@ LEFT_OUT = "the chat template does not print it, so the model never sees it: wri
 class DataCheck(NamedTuple):
     """Result of reading the data of a trial.
 
-    sizes     number of prompts per split, and of demonstrations
+    sizes     number of prompts per split, and of rows of data.demos to train on
     warnings  one line each
-    digest    of the prompts to train on, in order
+    digest    of the prompts to train on, or of the rows of a supervised run, in order
     """
 
     sizes: dict[str, int]
@@ -71,13 +70,26 @@ def check_data(config: Config, paths: TrialPaths, tokenizer: TextTokenizer) -> D
     if is_converted(paths):
         warnings += dropped_lines(paths)
     sizes = prompts.sizes()
-    demos = dataset_files(config, paths).demos
-    if config.warmup.steps and demos is not None:
-        dataset = DemoDataset(demos, tokenizer, chat_template=config.data.chat_template)
-        completion = config.generation.sampling.max_new_tokens
-        dataset.check(longest_sequence(config) - completion, completion)
-        sizes["demos"] = len(dataset)
-    return DataCheck(sizes, warnings, checked.digest)
+    digest = checked.digest
+    if config.warmup.steps or is_supervised(config):
+        learned = learning_data(config, paths, tokenizer)
+        of_rows = check_learning_data(config, learned)
+        sizes["demos"] = learned.size(TRAIN)
+        if is_supervised(config):
+            digest = of_rows.digest
+            warnings += _warnings_of_rows(config, learned)
+    return DataCheck(sizes, warnings, digest)
+
+
+def _warnings_of_rows(config: Config, learned: LearningData) -> list[str]:
+    warnings, rows = [], learned.size(TRAIN)
+    if rows < (batch := config.train.batch_groups):
+        problem = f"there are fewer rows in data.demos to train on ({rows}) than train.batch_groups ({batch})"
+        warnings.append(f"{problem}: a batch has some of them more than once")
+    if config.data.eval_fraction and not learned.size(HELD_OUT):
+        fraction = f"data.eval_fraction={config.data.eval_fraction:g}"
+        warnings.append(f"{fraction} holds out none of {rows} rows of data.demos: no held-out loss is measured")
+    return warnings
 
 
 def _warnings(unknown: list[str], prompts: int, config: Config) -> list[str]:
@@ -87,7 +99,7 @@ def _warnings(unknown: list[str], prompts: int, config: Config) -> list[str]:
         warnings.append(
             f"the tokenizer does not know {len(unknown)} characters of the prompts, and loses them: {shown}"
         )
-    if prompts < (batch := config.train.batch_groups) and not config.evaluate_only:
+    if prompts < (batch := config.train.batch_groups) and takes_prompts(config):
         problem = f"there are fewer train prompts ({prompts}) than train.batch_groups ({batch})"
         warnings.append(f"{problem}: a batch has some of them more than once")
     return warnings

@@ -2,6 +2,7 @@
 
     source ──rows──> layout ──> {trial}/data/train.jsonl, eval.jsonl    lines {"prompt", "answer", ...}
                                 {trial}/data/sources.json               rows and weight of each source; written last
+           ──rows─────────────> {trial}/data/demos.jsonl                lines with the keys of the rows
 
 Every process then reads prompts by their number from these files, so a source that is moved or changed later does not
 change what a number means. Rows pass through one by one; a source is never in memory as a whole. A JSONL file of
@@ -18,6 +19,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from realsys.config.dataflow import is_supervised
 from realsys.config.evaluation_sets import sources_of_sets
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
@@ -27,6 +29,7 @@ from realsys.data.lines import ORIGIN
 from realsys.data.prompts import (
     ConvertedSource,
     SourcesFile,
+    copies_demos,
     held_out_size,
     is_converted,
     set_file,
@@ -71,8 +74,19 @@ def needs_copy(data: DataConfig) -> bool:
     return not all(_is_own(source, split) for split in _SPLITS for source in sources_of(data, split))
 
 
+def _demo_lines(source: str) -> Iterator[bytes]:
+    """Yield the rows of ``data.demos`` with their own keys, which its reader checks."""
+    for given in source_rows(source, "train", {}):
+        if given.problem:
+            raise DataError(f"{given.where}: {given.problem}")
+        yield _encoded_line(given.values, given.where)
+
+
 def convert(config: Config, paths: TrialPaths) -> None:
     """Write the trial's own files, if it needs them. Raises DataError at the first bad row."""
+    if copies_demos(config.data):
+        paths.data.mkdir(parents=True, exist_ok=True)
+        write_atomically(paths.demos, _demo_lines(config.data.demos))
     if not needs_copy(config.data):
         return
     tokenizer = TextTokenizer(paths.base_model(config)) if config.data.long_prompts == "drop" else None
@@ -184,8 +198,12 @@ def _batches(source: DataSource, split: Split) -> Iterator[list[tuple[ProblemRow
 
 def encoded(row: ProblemRow, where: str) -> bytes:
     """Return the line of a row. Raises DataError for values that JSON cannot hold."""
+    return _encoded_line(row.line(), where)
+
+
+def _encoded_line(values: dict[str, Any], where: str) -> bytes:
     try:
-        return msgspec.json.encode(row.line() | {ORIGIN: where}) + b"\n"
+        return msgspec.json.encode(values | {ORIGIN: where}) + b"\n"
     except (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError) as error:
         raise DataError(f"{where}: cannot be written as JSON: {error}") from None
 
@@ -224,6 +242,9 @@ def check_copy(config: Config, earlier: Config, paths: TrialPaths) -> None:
     data, begun = config.data, earlier.data
     again = "choose another trial name"
     _check_sets(config, earlier, again)
+    if paths.demos.is_file() and data.demos != begun.demos:
+        problem = f"trial {config.trial!r} has its own copy of {begun.demos!r}: keep that, or {again}"
+        raise ConfigError("data.demos", data.demos, problem)
     if not is_converted(paths):
         if needs_copy(data):
             problem = f"must be converted, and trial {config.trial!r} was begun with a file that is read in its place"
@@ -250,7 +271,7 @@ def _check_sets(config: Config, earlier: Config, again: str) -> None:
 def check_prompts(config: Config, paths: TrialPaths, digest: str) -> None:
     """Check the prompts against those of this trial's earlier starts, and of the trial that it resumes.
 
-    Raises ConfigError.
+    ``digest``: of the prompts, or of the lines of ``data.demos`` that a supervised run trains on. Raises ConfigError.
     """
     begun = _read_digest(paths)
     source = f"trial {config.trial!r} was begun"
@@ -258,8 +279,11 @@ def check_prompts(config: Config, paths: TrialPaths, digest: str) -> None:
         begun = _read_digest(TrialPaths(Path(config.resume).parents[1]))
         source = f"resume={config.resume} was trained"
     if begun not in (None, digest):
-        problem = f"{source} with other prompts, or in another order, so some would be skipped and others repeated"
-        raise ConfigError("data.train", config.data.train or "(mixture)", f"{problem}: use the same data")
+        what, field, value = "prompts", "data.train", config.data.train or "(mixture)"
+        if is_supervised(config):
+            what, field, value = "rows", "data.demos", config.data.demos
+        problem = f"{source} with other {what}, or in another order, so some would be skipped and others repeated"
+        raise ConfigError(field, value, f"{problem}: use the same data")
 
 
 def write_digest(paths: TrialPaths, digest: str) -> None:

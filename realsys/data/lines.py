@@ -5,6 +5,7 @@ Every problem is a DataError that starts with ``file:line:`` and ends with an ex
 
 from __future__ import annotations
 
+import contextlib
 import re
 from array import array
 from collections.abc import Collection, Iterator, Mapping
@@ -90,21 +91,77 @@ class Problem(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Demonstration(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A prompt with the response to imitate. ``tools``: as of a problem. Other keys are ignored."""
+    """A prompt with the response to imitate, or a chat, whose assistant is imitated. Other keys are ignored.
 
-    prompt: str | list[Message]
-    response: str
+    ``tools``: as of a problem. A row with ``messages`` may have a ``prompt``, too, which is not read.
+    """
+
+    prompt: str | list[Message] = ""
+    response: str = ""
+    messages: list[Message] = []
     tools: list[dict[str, Any]] = []
 
-    EXAMPLE = '{"prompt": "text, or a list of {role, content}", "response": "text"}'
+    EXAMPLE = (
+        '{"prompt": "text, or a list of {role, content}", "response": "text"} or {"messages": [{role, content}, ...]}'
+    )
+
+    def parts(self) -> tuple[PromptText, list[str | list[Message]]]:
+        """Return the prompt and the response, which begins with the first turn of the assistant."""
+        if not self.messages:
+            return self.prompt, [self.response]
+        first = next((i for i, message in enumerate(self.messages) if message.role == "assistant"), len(self.messages))
+        return self.messages[:first], [self.messages[first:]]
+
+
+class Preference(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Two responses to one prompt, of which the first is better. ``tools``: as of a problem. Other keys are ignored.
+
+    Responses are texts, messages after the prompt, or whole chats, which begin with the same prompt.
+    """
+
+    chosen: str | list[Message]
+    rejected: str | list[Message]
+    prompt: str | list[Message] = ""
+    tools: list[dict[str, Any]] = []
+
+    EXAMPLE = (
+        '{"prompt": "text, or a list of {role, content}", "chosen": "text", "rejected": "text"} '
+        'or {"chosen": [{role, content}, ...], "rejected": [{role, content}, ...]}'
+    )
+
+    def parts(self) -> tuple[PromptText, list[str | list[Message]]]:
+        """Return the prompt, and the chosen and the rejected response. Raises DataError if the prompts differ."""
+        if isinstance(self.chosen, str) and isinstance(self.rejected, str):
+            return self.prompt, [self.chosen, self.rejected]
+        chosen, rejected = _turns(self.chosen), _turns(self.rejected)
+        if _is_response(chosen) and _is_response(rejected) and self.prompt:
+            return self.prompt, [chosen, rejected]
+        pairs = enumerate(zip(chosen, rejected, strict=False))
+        first = next((i for i, (one, two) in pairs if one != two), min(len(chosen), len(rejected)))
+        prompt, responses = chosen[:first], (chosen[first:], rejected[first:])
+        if not all(_is_response(response) for response in responses if response):
+            raise DataError("chosen and rejected have different prompts")
+        asked = self.prompt if isinstance(self.prompt, list) else [Message("user", self.prompt)]
+        if self.prompt and not all(message in prompt for message in asked):
+            raise DataError("chosen and rejected do not begin with prompt")
+        return prompt, list(responses)
+
+
+def _turns(response: str | list[Message]) -> list[Message]:
+    return [Message("assistant", response)] if isinstance(response, str) else response
+
+
+def _is_response(messages: list[Message]) -> bool:
+    return bool(messages) and messages[0].role == "assistant"
 
 
 # ---- decoding and checks of a line
 
-Record = TypeVar("Record", bound=Problem | Demonstration)
+Record = TypeVar("Record", bound=Problem | Demonstration | Preference)
 
 _MEDIA = ("images", "image", "videos", "video", "audios", "audio")
 _MEDIA_KEY = re.compile(rb'"(?:image|video|audio)s?"\s*:')
+_OF_MESSAGES = frozenset({"prompt", "messages", "chosen", "rejected"})  # keys whose values may be messages
 _OBJECT: msgspec.json.Decoder[dict[str, Any]] = msgspec.json.Decoder(dict[str, Any])
 
 
@@ -122,12 +179,12 @@ class LineReader(Generic[Record]):
                 line.decode()  # the decoder does not check the characters of keys that it skips
             record = self._record(line.removeprefix(BYTE_ORDER_MARK) if number == 1 else line)
         except MALFORMED as error:
-            raise self._error(path, number, str(error)) from None
+            raise self._error(path, number, line, str(error)) from None
         problem = problem_of(record)
         if problem is None and _MEDIA_KEY.search(line):
             problem = media_problem(_OBJECT.decode(line.removeprefix(BYTE_ORDER_MARK)))
         if problem:
-            raise self._error(path, number, problem)
+            raise self._error(path, number, line, problem)
         return record
 
     def _record(self, line: bytes) -> Record:
@@ -135,21 +192,23 @@ class LineReader(Generic[Record]):
             record = self._decoder.decode(line)
         except msgspec.ValidationError:  # null for an absent key, or further keys of messages: rare, and takes longer
             keys = {key: value for key, value in _OBJECT.decode(line).items() if value is not None}
-            if isinstance(prompt := keys.get("prompt"), list) and all(isinstance(one, dict) for one in prompt):
-                keys["prompt"] = [msgspec.to_builtins(_read_message(number, one)) for number, one in enumerate(prompt)]
+            for key in _OF_MESSAGES.intersection(self.kind.__struct_fields__):
+                if isinstance(given := keys.get(key), list) and all(isinstance(one, dict) for one in given):
+                    read = [_read_message(key, number, one) for number, one in enumerate(given)]
+                    keys[key] = msgspec.to_builtins(read)
             record = msgspec.convert(keys, self.kind)
         if record.tools:
             return msgspec.structs.replace(record, tools=without_nulls(record.tools))
         return record
 
     def decode_extra(self, path: Path, number: int, line: bytes) -> dict[str, Any]:
-        """Decode the keys of a line other than prompt, answer and response. Raises DataError."""
+        """Decode the keys of a line other than those of its texts and messages. Raises DataError."""
         try:
             keys = _OBJECT.decode(line.removeprefix(BYTE_ORDER_MARK) if number == 1 else line)
         except MALFORMED as error:
-            raise self._error(path, number, str(error)) from None
+            raise self._error(path, number, line, str(error)) from None
         for name in set(self.kind.__struct_fields__).difference(_SHARED):
-            del keys[name]
+            keys.pop(name, None)
         return keys
 
     def scan(self, path: Path) -> Iterator[tuple[int, int, Record]]:
@@ -157,15 +216,19 @@ class LineReader(Generic[Record]):
         for offset, number, line in scan_lines(path):
             yield offset, number, self.decode(path, number, line)
 
-    def _error(self, path: Path, number: int, problem: str) -> DataError:
-        return DataError(f"{path}:{number}: {problem}; a line must be {self.kind.EXAMPLE}")
+    def _error(self, path: Path, number: int, line: bytes, problem: str) -> DataError:
+        place = f"{path}:{number}"
+        if ORIGIN.encode() in line:
+            with contextlib.suppress(*MALFORMED):
+                place = str(_OBJECT.decode(line).get(ORIGIN, place))
+        return DataError(f"{place}: {problem}; a line must be {self.kind.EXAMPLE}")
 
 
-def _read_message(number: int, value: dict[str, Any]) -> Message:
+def _read_message(key: str, number: int, value: dict[str, Any]) -> Message:
     try:
         return Message.read(value)
     except msgspec.ValidationError as error:
-        raise msgspec.ValidationError(str(error).replace("`$", f"`$.prompt[{number}]")) from None
+        raise msgspec.ValidationError(str(error).replace("`$", f"`$.{key}[{number}]")) from None
 
 
 def media_problem(row: Mapping[str, Any]) -> str | None:
@@ -175,30 +238,61 @@ def media_problem(row: Mapping[str, Any]) -> str | None:
     return f"field {key!r}: models get text only: remove the row, or the field if the text is enough"
 
 
-def problem_of(record: Problem | Demonstration) -> str | None:
+def problem_of(record: Problem | Demonstration | Preference) -> str | None:
     """Return the problem that the types cannot express, or None."""
-    prompt = record.prompt
-    if problem := _problem_of_text(prompt) if isinstance(prompt, str) else _problem_of_messages(prompt):
+    if not isinstance(record, Problem):
+        return _problem_of_learned(record)
+    if problem := _problem_of_prompt(record.prompt):
         return problem
-    if isinstance(record, Demonstration):
-        return None if record.response else "response is empty: the warm-up needs it"
     if record.code_tests is not None:
         return record.code_tests.problem()
     return None if record.answer.strip() else "answer is empty: a verifier needs it"
 
 
-def _problem_of_text(prompt: str) -> str | None:
-    return None if prompt.strip() else "prompt is empty"
+def _problem_of_learned(record: Demonstration | Preference) -> str | None:
+    if isinstance(record, Preference) and record.chosen == record.rejected:
+        return "chosen and rejected are equal"
+    try:
+        prompt, responses = record.parts()
+    except DataError as error:
+        return str(error)
+    names = ["chosen", "rejected"] if isinstance(record, Preference) else ["response"]
+    problem = _problem_of_prompt(prompt)
+    if isinstance(record, Demonstration) and record.messages:
+        if record.response:
+            return "messages and response are both there: leave one out"
+        names = ["messages"]
+        problem = _problem_of_contents("messages", record.messages)
+    problems = (_problem_of_response(name, response) for name, response in zip(names, responses, strict=True))
+    return problem or next(filter(None, problems), None)
 
 
-def _problem_of_messages(prompt: list[Message]) -> str | None:
+def _problem_of_response(name: str, response: str | list[Message]) -> str | None:
+    if not response:
+        return f"{name} has no response of the assistant" if isinstance(response, list) else f"{name} is empty"
+    if isinstance(response, str):
+        return None
+    if any(message.role == "assistant" and not (message.content or message.tool_calls) for message in response):
+        return f"{name} has an empty message of the assistant"
+    return _problem_of_contents(name, response)
+
+
+def _problem_of_prompt(prompt: PromptText) -> str | None:
+    if isinstance(prompt, str):
+        return None if prompt.strip() else "prompt is empty"
     if not prompt:
         return "prompt has no messages"
-    for number, message in enumerate(prompt, 1):
-        if message.content is None and not (message.role == "assistant" and message.tool_calls):
-            return f"message {number} of prompt has no content: only an assistant with tool_calls may have none"
+    if problem := _problem_of_contents("prompt", prompt):
+        return problem
     if (role := prompt[-1].role) not in ("user", "tool"):
         return f"the last message of prompt has role {role!r}, but it must be 'user' or 'tool'"
+    return None
+
+
+def _problem_of_contents(name: str, messages: list[Message]) -> str | None:
+    for number, message in enumerate(messages, 1):
+        if message.content is None and not (message.role == "assistant" and message.tool_calls):
+            return f"message {number} of {name} has no content: only an assistant with tool_calls may have none"
     return None
 
 

@@ -1,4 +1,4 @@
-"""Prompts of a trial, by split and index, and its demonstrations. Every process that opens them gets the same ones.
+"""Prompts of a trial, by split and index. Every process that opens them gets the same ones.
 
 ``data.eval`` names the held-out problems; rows of ``data.train`` with the same prompt are left out of training. Without
 ``data.eval`` they are a part of ``data.train``, chosen by a hash of the prompt. The choice depends on nothing else: a
@@ -24,11 +24,12 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from realsys.config.dataflow import takes_prompts
 from realsys.config.evaluation_sets import evaluation_sets, sources_of_sets
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
-from realsys.config.schema_data import TRAIN
-from realsys.data.lines import Demonstration, LineReader, Lines, LinesBuilder, Problem, PromptText, index_file
+from realsys.config.schema_data import TRAIN, DataConfig
+from realsys.data.lines import LineReader, Lines, LinesBuilder, Problem, PromptText, index_file
 from realsys.data.submitted import SubmittedLines
 from realsys.data.tokenizer import TextTokenizer
 from realsys.errors import DataError
@@ -221,8 +222,8 @@ def open_splits(config: Config, paths: TrialPaths, *, sets: bool = True) -> Spli
         prompt_key(problem.prompt) for lines in of_sets.values() for _, chunk in lines.chunks() for problem in chunk
     }
     if files.train is None:
-        assert files.eval is not None
-        splits = Splits(LinesBuilder(files.eval, reader).build(), index_file(files.eval, reader))
+        nothing = LinesBuilder(files.eval or Path(), reader).build()
+        splits = Splits(nothing, index_file(files.eval, reader) if files.eval else nothing)
     elif files.eval is not None:
         splits = _keep_out(files.train, files.eval, reader, keys)
     else:
@@ -280,7 +281,7 @@ def prompt_key(prompt: PromptText) -> int:
 
 
 def _check_sizes(splits: Splits, files: DatasetFiles, config: Config) -> None:
-    if not len(splits.train) and not config.evaluate_only:
+    if not len(splits.train) and takes_prompts(config):
         where = "data.eval or in a set of evaluations" if splits.sets else "data.eval"
         problem = f"every prompt is in {where}, too" if splits.leaked else "no prompts to train on"
         raise DataError(f"{files.train}: {problem}: add lines")
@@ -342,60 +343,6 @@ def copies_in_epoch(rows: Sequence[int], weights: Sequence[float]) -> list[int]:
     return shares
 
 
-# ---- demonstrations for the supervised warm-up: JSONL with prompt and response
-
-
-class DemoDataset:
-    """Demonstrations of one file. Opening checks every line; ``sequence`` tokenises one of them."""
-
-    def __init__(self, path: Path, tokenizer: TextTokenizer, *, chat_template: bool = True) -> None:
-        self._tokenizer = tokenizer
-        self._chat = chat_template
-        self._lines = index_file(path, LineReader(Demonstration))
-        if not len(self._lines):
-            raise DataError(f"{path}: no demonstrations found: add lines")
-
-    def __len__(self) -> int:
-        return len(self._lines)
-
-    def sequence(self, index: int) -> tuple[list[int], list[int]]:
-        """Return (prompt ids, response ids with the end-of-text token). DataError names file and line."""
-        return self._encode(index, self._lines[index])
-
-    def check(self, max_prompt_tokens: int, max_new_tokens: int) -> None:
-        """Tokenise everything once. Raises DataError for the first demonstration that is too long.
-
-        ``max_prompt_tokens``: tokens of the agent's longest row before its last completion.
-        """
-        for indices, records in self._lines.chunks():
-            try:
-                tools = [r.tools for r in records]
-                prompts = self._tokenizer.encode_prompts([r.prompt for r in records], chat=self._chat, tools=tools)
-                responses = self._tokenizer.encode_texts([r.response for r in records])
-            except DataError:
-                # The batch does not tell which one failed; one by one, the error names the line.
-                for index, record in zip(indices, records, strict=True):
-                    self._encode(index, record)
-                raise
-            for index, prompt, response in zip(indices, prompts, responses, strict=True):
-                self._check_length(index, "prompt", len(prompt), max_prompt_tokens, "data.max_prompt_tokens")
-                limit = "generation.sampling.max_new_tokens"
-                self._check_length(index, "response", len(response) + 1, max_new_tokens, limit)
-
-    def _encode(self, index: int, record: Demonstration) -> tuple[list[int], list[int]]:
-        try:
-            prompt = self._tokenizer.encode_prompt(record.prompt, chat=self._chat, tools=record.tools)
-            response = self._tokenizer.encode_text(record.response)
-        except DataError as error:
-            raise DataError(f"{self._lines.where(index)}: {error}") from None
-        return prompt, [*response, self._tokenizer.eos_token_id]
-
-    def _check_length(self, index: int, name: str, length: int, limit: int, field: str) -> None:
-        if length > limit:
-            problem = f"the {name} has {length} tokens, but {field} is {limit}: increase it or remove the line"
-            raise DataError(f"{self._lines.where(index)}: {problem}")
-
-
 # ---- dataset files -----------------------------------------------------------------------------------------------
 #
 # Dataset files that a trial reads: their paths, the writing of its own ones, and the record of how these were made.
@@ -403,9 +350,9 @@ class DemoDataset:
 
 @dataclass(frozen=True, slots=True)
 class DatasetFiles:
-    """Dataset files. One of ``train`` and ``eval`` is given.
+    """Dataset files. One of ``train`` and ``eval`` is given, unless the run is supervised and evaluates nothing.
 
-    train  None: an evaluation reads held-out problems alone
+    train  None: an evaluation reads held-out problems alone, a supervised run no prompts to train on
     eval   None: a fraction of ``train`` is held out
     demos  None: no demonstrations
     """
@@ -425,9 +372,17 @@ def dataset_files(config: Config, paths: TrialPaths) -> DatasetFiles:
     if data.kind == "arith":
         return DatasetFiles(**own)
     train, held_out, demos = (Path(name) if name else None for name in (data.train, data.eval, data.demos))
+    demos = paths.demos if copies_demos(data) else demos
     if is_converted(paths):
         return DatasetFiles(own["train"] if train or data.mixture else None, own["eval"] if held_out else None, demos)
     return DatasetFiles(train, held_out, demos)
+
+
+def copies_demos(data: DataConfig) -> bool:
+    """Return True if the trial has a copy of ``data.demos``; a file of lines is read in its place."""
+    path = Path(data.demos)
+    is_table = path.suffix.lower() in (".json", ".parquet", ".arrow") or not path.is_file()
+    return data.kind != "arith" and bool(data.demos) and is_table
 
 
 def set_file(paths: TrialPaths, name: str) -> Path:

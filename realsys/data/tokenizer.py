@@ -5,6 +5,7 @@ The ids of a completion are never computed from its text: ``completion_text`` is
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import json
 from array import array
@@ -18,7 +19,17 @@ import msgspec
 from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers.decoders import DecodeStream
 
-from realsys.data.chat import NO_OPTIONS, ChatMessage, ChatTemplate, Tails, Tools, find_chat_template, join, text_of
+from realsys.data.chat import (
+    NO_OPTIONS,
+    ChatMessage,
+    ChatTemplate,
+    Tails,
+    Tools,
+    assistant_turns,
+    find_chat_template,
+    join,
+    text_of,
+)
 from realsys.data.lines import Message, PromptText
 from realsys.errors import DataError, ModelError
 from realsys.model_files.config_json import read_end_of_text
@@ -87,6 +98,12 @@ class TextTokenizer:
         except DataError:
             return None
         return next((number for number, token in self._added.items() if token and behind.startswith(token)), None)
+
+    @cached_property
+    def _turn_ends(self) -> list[str]:
+        """Texts of the tokens that end a turn of the assistant."""
+        mark = self._end_of_turn()
+        return list(dict.fromkeys([*self._ends, *([] if mark is None else [self._added[mark]])]))
 
     def template_mark(self, prompt: PromptText) -> str | None:
         """Return a special token of the chat template that a prompt of text has already; None if it has none."""
@@ -189,6 +206,30 @@ class TextTokenizer:
         if len(self._kept) > KEPT_CHATS:
             self._kept.popitem(last=False)
         return ids
+
+    def encode_turns(
+        self, messages: Sequence[Message], tools: Tools = (), *, first: int = 0, chat: bool = True
+    ) -> tuple[list[int], list[bool]]:
+        """Tokenise a chat to learn from, up to the end of the assistant's last turn.
+
+        Returns its tokens, and True for those of the assistant's turns among ``messages[first:]``, with the token that
+        ends each of them. A token that begins in the opening of a turn has no loss. Raises DataError.
+        """
+        if self._chat is None or not chat:
+            raise DataError(f"the row is a chat, but {self._no_template(chat)}: write prompt and response as texts")
+        turns = assistant_turns(self._chat, messages, tools, self._turn_ends, first)
+        try:
+            # The whole text: cut in parts, it might have other tokens.
+            encoding = self._tokenizer.encode_batch([turns.text], add_special_tokens=False)[0]
+        except Exception as error:  # the tokenizers package raises plain Exception
+            raise DataError(f"cannot be tokenised with {self.path}: {error}") from None
+        (ids,) = self._within([list(encoding.ids)])
+        starts = [start for start, _ in turns.spans]
+        mask = []
+        for at, _ in encoding.offsets:
+            turn = bisect.bisect_right(starts, at) - 1
+            mask.append(turn >= 0 and at < turns.spans[turn][1])
+        return (ids, mask) if turns.closed else ([*ids, self.eos_token_id], [*mask, True])
 
     def encode_tail(
         self,
@@ -294,12 +335,16 @@ class TextTokenizer:
         if chat and self._chat is not None:
             messages = [Message("user", prompt)] if isinstance(prompt, str) else prompt
             return self._chat.render(messages, tools), False
-        reason = "the model has no chat template" if chat else "data.chat_template is false"
+        reason = self._no_template(chat)
         if tools:
             raise DataError(f"the row has tools, but {reason}: only a chat template can describe them to the model")
         if isinstance(prompt, str):
             return prompt, True
         raise DataError(f"the prompt is a list of messages, but {reason}: write it as one text")
+
+    @staticmethod
+    def _no_template(chat: bool) -> str:
+        return "the model has no chat template" if chat else "data.chat_template is false"
 
     def _encode(self, text: str, special: bool) -> list[int]:
         try:

@@ -13,13 +13,12 @@ on once: the trial stops as `realsys run` does, and no further one starts.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import re
 import subprocess
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 
@@ -28,19 +27,17 @@ from realsys.config.dataflow import dataflow_of
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.config.trial_sizes import disk_bytes
-from realsys.errors import ConfigError, RealsysError
+from realsys.errors import ConfigError
 from realsys.launch.commands.compare import compare_trials
 from realsys.launch.commands.run import add_arguments as add_arguments
 from realsys.launch.commands.run import run_options
 from realsys.launch.launchers.contract import check_start
-from realsys.launch.prepare import check_disk, check_folder, examine
-from realsys.launch.run import Planned, RunOptions, host_of_launcher, plan_run
-from realsys.launch.start import decide_start, is_complete, read_trial
+from realsys.launch.prepare import check_disk, complete_start, differences, examine
+from realsys.launch.run import Planned, RunOptions, errors_name, host_of_launcher, plan_run
 from realsys.launch.supervise.stop_request import stop_signals
 from realsys.launch.words import command_line, own_words, words_again
 from realsys.observe.screen.terminal import tell
 from realsys.observe.screen.text_figures import aligned
-from realsys.train.master.recovery import TrialStart
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,18 +85,8 @@ def _reasons(failures: Mapping[str, int]) -> str:
     return "".join(f"; {name} ended with exit code {code}" for name, code in failures.items())
 
 
-@contextlib.contextmanager
-def _errors_name(what: str) -> Iterator[None]:
-    """Put ``what`` behind the message of an error."""
-    try:
-        yield
-    except RealsysError as error:
-        error.args = (f"{error} ({what})",)
-        raise
-
-
 def _plan(trial: SweepTrial, options: RunOptions) -> Planned:
-    with _errors_name(f"trial {trial}"):
+    with errors_name(f"trial {trial}"):
         planned = plan_run(trial.overrides, replace(options, trial=trial.name))
         check_start(planned.config)
         host_of_launcher(planned.config)
@@ -109,33 +96,25 @@ def _plan(trial: SweepTrial, options: RunOptions) -> Planned:
 def _check(trial: SweepTrial, planned: Planned) -> Checked:
     """Make the checks of a start that read the trial's folder, its model and its data. Writes nothing."""
     config, paths = planned.config, planned.paths
-    with _errors_name(f"trial {trial}"):
-        check_folder(config, paths)
-        earlier = read_trial(config, paths)
-        complete = earlier.prompts is not None and is_complete(config, earlier, earlier.prompts)
-        elsewhere = config.cluster.nodes > 0
-        start = decide_start(config, earlier) if complete else examine(config, paths, other_disk=elsewhere).start
+    with errors_name(f"trial {trial}"):
+        complete = complete_start(config, paths)
+        start = complete or examine(config, paths, other_disk=config.cluster.nodes > 0).start
         # the number in a name may mean other values
         for change in start.changed:
             if any(f"{change.field}.".startswith(f"{key}.") for key in trial.settings):
                 problem = f"trial {trial.name!r} was begun with {change.old!r}: choose another name with --trial"
                 raise ConfigError(change.field, change.new, problem)
     if complete:
-        return Checked(trial, config, paths, "; ".join(["complete already", *_differences(start)]), complete=True)
-    state = "new" if earlier.config is None else f"continues at step {start.step}"
+        return Checked(trial, config, paths, "; ".join(["complete already", *differences(start)]), complete=True)
+    state = f"continues at step {start.step}" if paths.config.exists() else "new"
     return Checked(trial, config, paths, state, complete=False)
-
-
-def _differences(start: TrialStart) -> Iterator[str]:
-    """Name the settings of a complete trial that this sweep does not have. Its results stay as they are."""
-    yield from (f"it has {change.field}={change.old!r}, not {change.new!r}" for change in start.changed)
 
 
 def _check_room(new: Sequence[Config]) -> None:
     """Check that the disk of this machine has room for all new trials together. Raises RealsysError."""
     here = [config for config in new if not config.cluster.nodes]
     if here:
-        with _errors_name(f"{len(here)} new trials together"):
+        with errors_name(f"{len(here)} new trials together"):
             check_disk(here[0], sum(disk_bytes(config, dataflow_of(config)) for config in here))
 
 

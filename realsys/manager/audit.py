@@ -411,8 +411,9 @@ class Auditor:
         if event.version != self.newest + 1:
             self._note("versions", line, f"version {event.version} trained after version {self.newest}")
         self.newest = event.version
-        if self.opened is not None and len(event.tickets) != self.opened.batch_groups:
-            what = f"{len(event.tickets)} groups, a batch has {self.opened.batch_groups}"
+        batch = 0 if self.opened is None or self.opened.order == "none" else self.opened.batch_groups
+        if self.opened is not None and len(event.tickets) != batch:
+            what = f"{len(event.tickets)} groups, a batch has {batch}"
             self._note("versions", line, f"version {event.version} trained on {what}")
         for i, ticket_id in enumerate(event.tickets):
             seen = self.tickets.get(ticket_id)

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from realsys.config.allocation import lent_servers, own_servers
+from realsys.config.dataflow import is_supervised, takes_prompts
 from realsys.config.schema import Config
 from realsys.config.schema_data import CurriculumConfig
 from realsys.manager import messages as m
@@ -93,7 +94,7 @@ class ManagerSettings:
     blame: BlameRules = field(default_factory=BlameRules)
     fan_out: FanOut = field(default_factory=FanOut)
     stale_policy: str = "train"
-    trains: bool = True  # False: no train ticket is granted
+    trains: bool = True  # False: no train ticket is granted, because nothing is trained or a supervised run has none
     max_reissues: int = MAX_REISSUES  # reissues that a ticket may have because its group was too old
     curriculum: Curriculum | None = None
     holds: HoldRules = field(default_factory=HoldRules)
@@ -106,20 +107,21 @@ class ManagerSettings:
         """Take the settings from the configuration. ``split_sizes``: prompts per split."""
         manager = config.manager
         rolling, interruptible = manager.weight_update_mode == "rolling", config.asynchronous.interruptible
+        trains = takes_prompts(config)
         return cls(
             batch_groups=config.train.batch_groups,
             eta=config.asynchronous.max_staleness,
             group_size=config.rollout.sampled_episodes,
             max_attempts=config.rollout.max_attempts,
             seed=config.seed,
-            # Without training there may be no prompt to train on, and the order of the prompts needs one.
-            split_sizes=split_sizes | {"train": max(1, split_sizes["train"])} if config.evaluate_only else split_sizes,
+            # Without train tickets there may be no prompt to train on, and the order of the prompts needs one.
+            split_sizes=split_sizes if trains else split_sizes | {"train": max(1, split_sizes["train"])},
             total_epochs=config.train.total_epochs,
             total_steps=config.train.total_steps,
-            trains=not config.evaluate_only,
+            trains=trains,
             stale_policy=config.asynchronous.stale_policy,
             curriculum=_curriculum(config.data.curriculum),
-            order=config.data.order,
+            order="none" if is_supervised(config) else config.data.order,
             lease_s=manager.rollout_lease_s,
             routing=manager.routing,
             kv_reuse_versions=config.asynchronous.kv_reuse_versions,

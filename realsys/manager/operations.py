@@ -292,6 +292,8 @@ def explain(state: ManagerState) -> str:
         case "nothing_submitted":
             total = state.ledger.total_submitted
             return f"the training script has submitted {total} prompts, and all are granted: waiting for more"
+        case "paused" if not state.settings.trains:
+            return "the run trains on no prompts of its own: evaluations alone get tickets"
         case "paused":
             return "the master says the trial is done"
         case "no_server":

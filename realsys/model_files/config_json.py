@@ -193,6 +193,16 @@ class _Keys:
         return _Keys(self._path, value or {}, f"{key}.")
 
 
+def scoring_config(values: dict[str, Any]) -> dict[str, Any]:
+    """Return config.json of the model in ``values`` with a ``score.weight`` instead of its language-model head."""
+    names = [
+        str(name).replace("ForCausalLM", "ForSequenceClassification") for name in values.get("architectures") or ()
+    ]
+    # One label, as ``_label_count`` and transformers read it.
+    labels = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+    return {**values, "architectures": names, **labels, **({"num_labels": 1} if "num_labels" in values else {})}
+
+
 def _has_score(keys: _Keys, family: _Family, head: Head) -> bool:
     """Return True if the checkpoint has a ``score.weight``. Raises ModelError if the role cannot use its head.
 

@@ -243,23 +243,25 @@ def headline(result: Mapping[str, Any], *, briefly: bool = False) -> str:
     """Return the result of an evaluation in one line: `accuracy 83.4% ± 2.3 (96 problems x 4)`.
 
     An incomplete one has no number: `incomplete: 3 of 96 failed`. What failures took from the numbers is named.
-    ``briefly``: only the number: `accuracy 83.4% ± 2.3`.
+    ``briefly``: only the number: `accuracy 83.4% ± 2.3`. That of rows that are not sampled begins with `loss 0.693`.
     """
     if reason := incomplete_reason(result):
         return f"incomplete: {reason}"
     accuracy, reward = result.get("accuracy"), result.get("reward_mean")
+    lost = f"loss {loss:.3f}, " if isinstance(loss := result.get("loss"), int | float) else ""
     if not isinstance(accuracy, int | float):
         found = f"reward {reward:.3f}" if isinstance(reward, int | float) else "no verdicts"
         return found if briefly else f"{found} ({asked(result)})"
     if briefly:
-        return f"accuracy {percent(accuracy)}{margin(result)}"
-    return ", ".join([f"accuracy {percent(accuracy)}{margin(result)} ({asked(result)})", *further(result)])
+        return f"{lost}accuracy {percent(accuracy)}{margin(result)}"
+    return ", ".join([f"{lost}accuracy {percent(accuracy)}{margin(result)} ({asked(result)})", *further(result)])
 
 
 def asked(result: Mapping[str, Any]) -> str:
     """Return the completions of an evaluation: `96 problems x 4, 3 of 384 failed`."""
     problems, samples = result.get("problems"), result.get("samples") or 1
-    text = f"{problems} problems x {samples}" if samples != 1 else f"{problems} problems"
+    things = "lines" if "loss" in result else "problems"
+    text = f"{problems} {things} x {samples}" if samples != 1 else f"{problems} {things}"
     if failed := result.get("failed"):
         text += f", {failed} of {problems * samples if isinstance(problems, int) else '?'} failed"
     return text

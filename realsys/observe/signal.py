@@ -109,7 +109,10 @@ class DriftWatch:
 
     def observe(self, record: Record) -> list[str]:
         """Return the warnings that ``record`` is the first to give."""
-        found = {name: text for name, text in self._found(record.get("stats") or {}).items() if text}
+        stats = dict(record.get("stats") or {})
+        if "reward_mean" not in record:  # demonstrations: certainty is what they teach
+            stats.pop("entropy_mean", None)
+        found = {name: text for name, text in self._found(stats).items() if text}
         new = [f"step {record.get('step')}: {text}" for name, text in found.items() if name not in self._warned]
         self._warned |= found.keys()
         return new

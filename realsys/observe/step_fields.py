@@ -151,6 +151,18 @@ _POLICY: list[_Row] = [
     ("early_stopped", "0 or 1", "1 if early_stop_ratio or early_stop_kl left out the rest of the step"),
 ]
 
+_PAIRS: list[_Row] = [
+    ("pairs", "pairs", "pairs of a chosen and a rejected response (dpo, reward_model)"),
+    ("accuracy", "share", "pairs whose chosen response is ahead; with sft loss tokens that no other token exceeds"),
+    ("margin_mean", "", "reward or score of the chosen response minus that of the rejected one, mean"),
+    ("chosen_reward_mean", "", "beta * log(policy / reference) of the chosen response, mean (dpo)"),
+    ("rejected_reward_mean", "", "the same of the rejected response"),
+    ("chosen_logprob_mean", "nats", "log-prob of the whole chosen response, mean (dpo)"),
+    ("rejected_logprob_mean", "nats", "the same of the rejected response"),
+    ("chosen_score_mean", "", "score of the chosen response, mean (reward_model)"),
+    ("rejected_score_mean", "", "the same of the rejected response"),
+]
+
 _AGREEMENT: list[_Row] = [
     ("tokens", "tokens", "tokens scored by trainer and engine with the same weights"),
     ("difference_mean", "nats", "mean absolute difference of their log-probs"),
@@ -292,6 +304,7 @@ TRAIN = _table(
     _group("length", _LENGTH),
     _group("objective", [("lr", "", "learning rate of the actor; 0 if it is not trained")]),
     _group("objective", _OPTIMIZER, "stats/"),
+    _group("objective", _PAIRS, "stats/"),
     _group("policy", _POLICY, "stats/"),
     _CALLS,
     _group("staleness", _STALENESS),

@@ -235,8 +235,10 @@ def check_judge(config: Config) -> JudgeArguments:
     if services and list(verifier_arguments(config)) == [_JUDGE]:
         problem = "a judge runs in the RolloutWorkers: set it to 0"
         raise ConfigError("rollout.reward.services", services, problem)
-    _check_address(judge, field)
-    _check_key(judge.api_key_env, f"{field}.api_key_env")
+    check_address(judge.base_url, f"{field}.base_url")
+    if not judge.model:
+        raise ConfigError(f"{field}.model", "", "name the model that the endpoint serves")
+    check_key(judge.api_key_env, f"{field}.api_key_env")
     try:
         Rubric(judge)
     except RubricError as error:
@@ -256,23 +258,22 @@ def _field(config: Config) -> str:
     return f"{verifier_field(config, _JUDGE)}_args"
 
 
-def _check_address(judge: JudgeArguments, arguments: str) -> None:
-    field = f"{arguments}.base_url"
+def check_address(url: str, field: str) -> None:
+    """Check the address of a service outside of the trial. Raises ConfigError."""
     try:
-        parts = urlsplit(judge.base_url)
+        parts = urlsplit(url)
         usable = parts.scheme in ("http", "https") and parts.hostname and (parts.port is None or parts.port > 0)
     except ValueError:
         usable = False
     if not usable:
-        raise ConfigError(field, judge.base_url, "must be an address such as http://127.0.0.1:8000/v1")
+        raise ConfigError(field, url, "must be an address such as http://127.0.0.1:8000/v1")
     if parts.username or parts.password or parts.query or parts.fragment:
         problem = "must be an address alone: name the variable that has the key in api_key_env"
         raise ConfigError(field, f"{parts.scheme}://***", problem)
-    if not judge.model:
-        raise ConfigError(f"{arguments}.model", "", "name the model that the endpoint serves")
 
 
-def _check_key(variable: str, field: str) -> None:
+def check_key(variable: str, field: str) -> None:
+    """Check that the environment variable has a key; "" needs none. Raises ConfigError."""
     if not variable:
         return
     if not _VARIABLE.fullmatch(variable):

@@ -12,6 +12,7 @@ from typing import Self
 
 import msgspec
 
+from realsys.config.dataflow import takes_prompts
 from realsys.config.doors import JUDGE, VERIFIER
 from realsys.config.evaluation_sets import evaluation_sets, verifier_field
 from realsys.config.paths import TrialPaths
@@ -148,7 +149,7 @@ def check_references(config: Config, paths: TrialPaths) -> list[str]:
 
 def _splits_of_verifiers(config: Config) -> dict[str, list[str]]:
     """Return verifier -> splits that it judges. A built-in function needs no check on generated problems."""
-    splits: dict[str, dict[str, None]] = {} if config.evaluate_only else {config.data.verifier: {"train": None}}
+    splits: dict[str, dict[str, None]] = {config.data.verifier: {"train": None}} if takes_prompts(config) else {}
     for made in evaluation_sets(config).values():
         splits.setdefault(made.verifier, {})[made.split] = None
     # A judge wants keys of the row, which the generated problems may lack, and so may a function of the user.

@@ -5,8 +5,6 @@ Run it as it is, or with other settings:
     python best_of_n.py rollout.group_size=16
 """
 
-import sys
-
 import realsys
 
 SETTINGS = ["experiment=arith", "train.ppo.minibatches=1"]
@@ -36,5 +34,4 @@ def train(session: realsys.Session) -> None:
 
 
 if __name__ == "__main__":
-    with realsys.Session([*SETTINGS, *sys.argv[1:]]) as session:
-        session.run(train)
+    realsys.main(train, SETTINGS)

@@ -6,7 +6,6 @@ Sums get longer while more than half of the answers are right, and shorter while
 """
 
 import random
-import sys
 
 import realsys
 
@@ -37,5 +36,4 @@ def train(session: realsys.Session) -> None:
 
 
 if __name__ == "__main__":
-    with realsys.Session([*SETTINGS, *sys.argv[1:]]) as session:
-        session.run(train)
+    realsys.main(train, SETTINGS)

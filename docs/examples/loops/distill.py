@@ -5,17 +5,10 @@ DIR is the teacher, a Hugging Face folder with the student's tokenizer:
     python distill.py roles.ref.path=DIR
 """
 
-import sys
-
 import realsys
 
-SETTINGS = [
-    "experiment=arith",
-    # The teacher is the role ref. The KL to it is the whole reward, token by token: no verdict, nothing discounted.
-    *("train.ppo.kl.coef=1", "train.ppo.kl.place=reward", "train.ppo.kl.estimator=k1", "train.ppo.reward_scale=0"),
-    "train.ppo.skip_zero_advantage=false",
-    *("train.ppo.gamma=0", "train.ppo.lam=1", "train.ppo.advantage.mean=none", "train.ppo.advantage.std=none"),
-]
+# The preset has the teacher as the role ref, and the KL to it as the whole reward, token by token.
+SETTINGS = ["experiment=arith", "algorithm=distill"]
 
 
 def train(session: realsys.Session) -> None:
@@ -32,5 +25,4 @@ def train(session: realsys.Session) -> None:
 
 
 if __name__ == "__main__":
-    with realsys.Session([*SETTINGS, *sys.argv[1:]]) as session:
-        session.run(train)
+    realsys.main(train, SETTINGS)

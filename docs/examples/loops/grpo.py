@@ -6,8 +6,6 @@ As a program, which goes on after its last checkpoint however it has ended, or i
     realsys run train.loop=grpo.py experiment=arith train.ppo.kl.coef=0.01
 """
 
-import sys
-
 import realsys
 
 SETTINGS = ["experiment=arith", "train.ppo.kl.coef=0.01"]  # the KL loads the reference
@@ -30,5 +28,4 @@ def train(session: realsys.Session) -> None:
 
 
 if __name__ == "__main__":
-    with realsys.Session([*SETTINGS, *sys.argv[1:]]) as session:
-        session.run(train)
+    realsys.main(train, SETTINGS)

@@ -5,7 +5,6 @@ Both answer the same problem; the trained one is rewarded for being right where 
     python self_play.py
 """
 
-import sys
 from pathlib import Path
 
 import realsys
@@ -52,5 +51,4 @@ def train(session: realsys.Session) -> None:
 
 
 if __name__ == "__main__":
-    with realsys.Session([*SETTINGS, *sys.argv[1:]]) as session:
-        session.run(train)
+    realsys.main(train, SETTINGS)

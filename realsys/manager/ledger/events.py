@@ -30,7 +30,7 @@ MOST_PROBLEMS = 1 << 24  # per evaluation; the manager tracks each
 Outcome = Literal["accepted", "rejected", "failed", "filtered"]
 Rate = Annotated[int, msgspec.Meta(ge=-1, le=1000)]  # success rate in per mille; -1: not measured
 MOST_SAMPLES = 4096  # completions of a problem
-Order = Literal["shuffled", "script"]  # of the new prompts
+Order = Literal["shuffled", "script", "none"]  # of the new prompts
 MOST_SUBMITTED = 1 << 18  # prompts that are submitted and not granted; each is in every snapshot and checkpoint
 
 
@@ -63,7 +63,8 @@ class Opened(msgspec.Struct, frozen=True, tag="opened"):
     max_reissues: int = 0  # reissues that a ticket may have because its group was too old
     #: (lowest, highest success rate in per mille, floor) of data.curriculum; None: every prompt is taken
     curriculum: tuple[Rate, Rate, float] | None = None
-    #: script: new prompts are those of ``Submitted`` records, in their order; shuffled: the permutation of ``seed``
+    #: script: new prompts are those of ``Submitted`` records, in their order; shuffled: the permutation of ``seed``;
+    #: none: a supervised run has no train tickets
     order: Order = "shuffled"
 
     def conflict(self, before: Opened) -> str | None:

@@ -156,7 +156,8 @@ def identity(config: Config, paths: TrialPaths) -> list[tuple[str, str]]:
 def _model(config: Config, paths: TrialPaths) -> str:
     name = config.model.path or "tiny, made by the experiment"
     try:
-        parameters = read_model(role_settings(config, ACTOR).model_dir(paths)).parameters
+        settings = role_settings(config, ACTOR)
+        parameters = read_model(settings.model_dir(paths), settings.head).parameters
     except (RealsysError, OSError):  # moved since
         return name
     for unit, size in (("B", 1e9), ("M", 1e6)):

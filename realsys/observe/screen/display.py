@@ -113,8 +113,8 @@ def expected_workers(config: Config) -> list[str]:
         "gserver_manager": 1,
         "generation_server": allocation.inference.data,
         "model_worker": allocation.workers,
-        "reward_service": config.rollout.reward.services,
-        "rollout_worker": config.rollout.workers,
+        "reward_service": config.rollout.reward.services if allocation.inference.data else 0,
+        "rollout_worker": config.rollout.workers if allocation.inference.data else 0,
     }
     return [f"{kind}/{index}" for kind, count in counts.items() for index in range(count)]
 
@@ -326,11 +326,20 @@ def _training(progress: TrialProgress) -> list[Text]:
         loss = f"{fmt(number(last, 'loss'), '.3f')} {curve_text(progress.warmup, 'loss')}"
         return [*_fields("warm-up", [("loss", loss), ("speed", f"{pace} tokens/s")]), *_evaluated(progress)]
     last = progress.train[-1]
+    rows: list[Row]
     stats = [("gradient", "grad_norm", ".3f"), ("entropy", "entropy_mean", ".3f")]
+    if "reward_mean" not in last:  # rows of data.demos
+        rows = [
+            ("loss", f"{fmt(number(last, 'stats', 'loss'), '.3f')} {curve_text(progress.train, 'stats', 'loss')}"),
+            ("accuracy", f"{fmt(number(last, 'accuracy'), '.1%')} {curve_text(progress.train, 'accuracy')}"),
+            ("length", f"{fmt(number(last, 'length_mean'), '.0f')} tokens"),
+            *((label, fmt(number(last, "stats", name), spec)) for label, name, spec in stats[:1]),
+        ]
+        return [*_fields("training, last step", rows), *_evaluated(progress)]
     reward = f"{fmt(number(last, 'reward_mean'), '+.3f')} {curve_text(progress.train, 'reward_mean')}"
     same = all(number(record, "reward_mean") == number(record, "accuracy") for record in progress.train)
     mean_length, cut = number(last, "length_mean"), number(last, "truncated_fraction")
-    rows: list[Row] = [
+    rows = [
         *([] if same else [("reward", reward)]),  # a reward of 0 and 1 is the accuracy
         ("accuracy", f"{fmt(number(last, 'accuracy'), '.1%')} {curve_text(progress.train, 'accuracy')}"),
         ("length", f"{fmt(mean_length, '.0f')} tokens, {fmt(cut, '.0%')} cut off"),

@@ -69,9 +69,17 @@ def warmup_line(record: Record) -> str:
 
 
 def train_line(record: Record) -> str:
+    begin = f"step {_count(record)}  v{fmt(number(record, 'version'), '.0f')}  "
+    if "reward_mean" not in record:  # rows of data.demos
+        return (
+            f"{begin}loss {fmt(number(record, 'stats', 'loss'), '.3f')}  "
+            f"accuracy {fmt(number(record, 'accuracy'), '.1%')}  length {fmt(number(record, 'length_mean'), '.0f')}  "
+            f"{fmt(number(record, 'consumed_tokens_per_s'), ',.0f')} tok/s  "
+            f"{fmt(number(record, 'seconds', 'total'), '.1f')} s"
+        )
     return (
-        f"step {_count(record)}  v{fmt(number(record, 'version'), '.0f')}  "
-        f"reward {fmt(number(record, 'reward_mean'), '+.3f')}  accuracy {fmt(number(record, 'accuracy'), '.1%')}  "
+        f"{begin}reward {fmt(number(record, 'reward_mean'), '+.3f')}  "
+        f"accuracy {fmt(number(record, 'accuracy'), '.1%')}  "
         f"length {fmt(number(record, 'length_mean'), '.0f')}  "
         f"staleness {fmt(number(record, 'staleness', 'mean'), '.1f')}/"
         f"{fmt(number(record, 'staleness', 'max'), '.0f')}  "
@@ -93,7 +101,7 @@ def _shares(record: Record) -> Iterator[tuple[str, float]]:
 
 def eval_line(record: Record) -> str:
     line = f"evaluation {record.get('eval_id', '?')}: {headline(record)}"
-    if number(record, "accuracy") is not None:
+    if number(record, "accuracy") is not None and "loss" not in record:
         line += f", reward {fmt(number(record, 'reward_mean'), '+.3f')}"
     metrics = record.get("metrics") or {}
     return line + "".join(f", {name} {fmt(metrics[name], '.3f')}" for name in worth_showing(metrics))

@@ -18,6 +18,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from realsys.config.dataflow import takes_prompts
 from realsys.config.paths import TrialPaths, read_config
 from realsys.config.schema import Config
 from realsys.errors import ConfigError, RealsysError
@@ -436,7 +437,10 @@ class Facts:
 
 def advice(facts: Facts) -> list[str]:
     """Return what would help, the largest gain first."""
-    found = [*_of_waits(facts), *_of_trainer(facts)]
+    samples = True
+    with contextlib.suppress(RealsysError):
+        samples = facts.config is None or takes_prompts(facts.config)
+    found = [*(_of_waits(facts) if samples else ()), *_of_trainer(facts, samples=samples)]
     found.sort(key=lambda item: -item[0])
     return [f"{text} (gains at most {gain} %)" for gain, text in found if gain >= WORTH]
 
@@ -484,7 +488,7 @@ def _about_tickets(facts: Facts) -> str:
     return f"RolloutWorkers wait for tickets, because of the bound on staleness: {_more_ahead(facts)}"
 
 
-def _of_trainer(facts: Facts) -> Iterator[tuple[int, str]]:
+def _of_trainer(facts: Facts, *, samples: bool) -> Iterator[tuple[int, str]]:
     percents, steps = facts.time.percents, facts.steps
     switch_s, step_s = facts.time.parts["switch"] / steps, facts.time.seconds / steps
     yield (
@@ -496,7 +500,7 @@ def _of_trainer(facts: Facts) -> Iterator[tuple[int, str]]:
     yield percents["copy"], "copying weights to host memory takes long"
     yield percents["checkpoint"], "checkpoints take long: increase checkpoint.every_steps"
     yield percents["between"], "evaluations hold up training: lower evaluation.every_problems, or make them rarer"
-    if percents["wait"] >= WORTH:
+    if percents["wait"] >= WORTH or not samples:
         return
     calls = percents["inference"] + percents["train"]
     empty = 100 * facts.workers.empty / max(1e-9, facts.workers.empty + facts.workers.playing)

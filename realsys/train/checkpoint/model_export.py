@@ -11,12 +11,14 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from realsys.cluster.commit_folder import checksum_of
 from realsys.config.allocation import ACTOR
+from realsys.config.dataflow import role_settings
 from realsys.config.schema import Config
 from realsys.errors import CheckpointError
 from realsys.model_files.architecture import HfModel
@@ -46,7 +48,9 @@ def export_checkpoint(directory: Path, target: Path, config: Config, model_dir: 
     state = files.read_state(directory)
     files.check_sizes(directory, state)
     indexes = [files.read_index(directory, state, stem) for stem in files.role_stems(state, ACTOR)]
-    model = read_model(model_dir)
+    head = role_settings(config, ACTOR).head
+    # A reward model may have begun as a language model without a score.
+    model = replace(read_model(model_dir, head), has_score=head == "value")
     with PieceReader(directory, indexes) as reader:
         tensors = _ActorTensors(reader, model, config, _mappings(directory, indexes, model))
         origin = Origin(state.version, files.checkpoint_incarnation(directory), state.step, model_dir)

@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from realsys.algorithm.sequence_buffer import Batch, SequenceBuffer, StalePolicy
-from realsys.algorithm.token_losses import COPY, MASKED, STALE, TOO_OLD, StepLosses, TokenLosses
+from realsys.algorithm.token_losses import COPY, MASKED, NO_LOSSES, STALE, TOO_OLD, StepLosses, TokenLosses
 from realsys.config.schema import Config
 from realsys.errors import PromptsUsedUp, StuckError, WaitTimeout
 from realsys.manager.messages import MAX_REISSUES
@@ -74,19 +74,21 @@ class TrainBatch:
     masked            rows of which some tokens are too old: the workers must take these out of the loss
     oldest_trained    version of the oldest token that may be trained; None: any
     losses            sampled tokens that were not trained
+    rolled_out        False: rows of ``data.demos``, which have no tickets
     """
 
     groups: list[list[SampleMeta]]
-    dropped_stale: int
-    refused: int
-    masked: list[SampleMeta]
-    oldest_trained: int | None
-    losses: StepLosses
+    dropped_stale: int = 0
+    refused: int = 0
+    masked: list[SampleMeta] = field(default_factory=list)
+    oldest_trained: int | None = None
+    losses: StepLosses = NO_LOSSES
+    rolled_out: bool = True
 
     @property
     def tickets(self) -> list[str]:
         """Return the ticket ids of the groups, sorted."""
-        return sorted({sample.ticket_id for sample in self.samples})
+        return sorted({sample.ticket_id for sample in self.samples}) if self.rolled_out else []
 
     @property
     def oldest(self) -> list[int]:

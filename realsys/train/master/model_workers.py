@@ -16,7 +16,7 @@ from realsys.model_calls import (
     Empty,
     InitializeRequest,
     KeepDroppedRequest,
-    LoadDemosRequest,
+    LoadRowsRequest,
     MaskRequest,
     MfcReply,
     MfcRequest,
@@ -103,9 +103,9 @@ class ModelWorkers:
     def load_record(self, payload: LoadRecordRequest) -> asyncio.Future[list[Empty]]:
         return self._to_all("load_record", payload, Empty)
 
-    def load_demos(self, head: int, indices: list[int]) -> asyncio.Future[SamplesArrived]:
-        request = LoadDemosRequest(indices)
-        return self._stream.request(head, "load_demos", request, SamplesArrived, timeout_s=self._timeout_s)
+    def load_rows(self, head: int, lines: dict[str, int], split: str) -> asyncio.Future[SamplesArrived]:
+        request = LoadRowsRequest(lines, split)
+        return self._stream.request(head, "load_rows", request, SamplesArrived, timeout_s=self._timeout_s)
 
     def pause_step(self) -> asyncio.Future[list[GateState]]:
         """Ask how far the running step is. The workers answer while they compute."""

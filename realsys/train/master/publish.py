@@ -10,6 +10,9 @@ reported as trained; the manager then grants fewer tickets (``admission``), neve
 
 The weight transport (``realsys.weights.contract``) does the writing. This module keeps the order of a
 publication, the version counter, and the repair of damaged versions; it never reads a locator.
+
+In a run without servers a version is a number: no rank copies or writes it. ``export`` has the newest one written,
+from the weights that the ranks have until the next step trains.
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ from realsys.config.allocation import ACTOR
 from realsys.errors import NameStoreError, WeightsError
 from realsys.model_calls import Empty
 from realsys.observe.spans import span
-from realsys.train.requests import CopyWeightsRequest, SaveWeightsReply, SaveWeightsRequest
+from realsys.train.requests import CopyWeightsRequest, DigestWeightsRequest, SaveWeightsReply, SaveWeightsRequest
 from realsys.types import PublishedVersion
 from realsys.weights.contract import Committed, WeightPublisher
 
@@ -51,6 +54,7 @@ class WeightCalls(Protocol):
 
     def copy_weights(self, payload: CopyWeightsRequest) -> Awaitable[list[Empty]]: ...
     def save_weights(self, payload: SaveWeightsRequest) -> Awaitable[list[SaveWeightsReply]]: ...
+    def digest_weights(self, payload: DigestWeightsRequest) -> Awaitable[list[SaveWeightsReply]]: ...
 
 
 async def set_key(
@@ -135,8 +139,13 @@ class Publisher:
         incarnation: str,
         transport: str = "disk",
         timeout_s: float = 1800.0,
+        served: bool = True,
     ) -> None:
-        """``weights``: the transport's publisher; ``timeout_s``: bound on each of its calls."""
+        """``weights``: the transport's publisher; ``timeout_s``: bound on each of its calls.
+
+        ``served``: False if the run has no servers.
+        """
+        self._served = served
         self._weights = weights
         self._workers = workers
         self._version_key = key
@@ -165,8 +174,9 @@ class Publisher:
         if self.newest is not None and version <= self.newest.version:
             raise ValueError(f"version {version} does not follow {self.newest.version}")
         waited = time.perf_counter()
-        with span("copy", f"version/{version}"):
-            await self._workers.copy_weights(CopyWeightsRequest(ACTOR, version))
+        if self._served or saved is not None:
+            with span("copy", f"version/{version}"):
+                await self._workers.copy_weights(CopyWeightsRequest(ACTOR, version))
         work = self._spanned(version, step, saved)
         self._running = asyncio.create_task(work, name=f"publication of version {version}")
         self._begun.set()
@@ -193,34 +203,46 @@ class Publisher:
 
     async def _spanned(self, version: int, step: int, saved: Saved | None) -> None:
         with span("publish", f"version/{version}"):
-            start = time.perf_counter()
-            base = await self._on_disk(version, self._base)
-            committed, replies = await self._write(version, step, base)
+            if self._served:
+                await self._write_next(version, step, saved)
+                return
             if saved is not None:
-                saved(version, replies)
-            locator = committed.locator
-            failpoint("weights.publish", Path(locator))
-            if problem := await self._on_disk(version, lambda: _problem(lambda: self._weights.check(locator))):
-                log.error("%s was damaged as it was written: %s; it is written again", locator, problem)
-                committed, _ = await self._write(version, step, "", replace=locator)
-            published = PublishedVersion(version, self._incarnation, locator, step, self._transport)
+                saved(version, await self._workers.digest_weights(DigestWeightsRequest(ACTOR, version)))
+            published = PublishedVersion(version, self._incarnation, "", step, self._transport)
             await self._version_key.set(published)
             self.newest = published
-            self._in_use.add(version, locator)
-            self._repairs = 0
-            self._verified = False
-            in_use = self._in_use.locators()
-            removed = await self._on_disk(version, lambda: self._weights.prune(in_use))
-            self._log_once(removed.problems)
-            log.info(
-                "published version %d (%s) in %.3f s, %.1f of %.1f MB written, pruned %d",
-                version,
-                locator.rpartition("/")[2],
-                time.perf_counter() - start,
-                committed.written / 1e6,
-                committed.size / 1e6,
-                len(removed.gone),
-            )
+
+    async def _write_next(self, version: int, step: int, saved: Saved | None = None) -> None:
+        """Write a version, of which every rank has a copy, and make it the newest one; prune."""
+        start = time.perf_counter()
+        base = await self._on_disk(version, self._base)
+        committed, replies = await self._write(version, step, base)
+        if saved is not None:
+            saved(version, replies)
+        locator = committed.locator
+        failpoint("weights.publish", Path(locator))
+        if problem := await self._on_disk(version, lambda: _problem(lambda: self._weights.check(locator))):
+            log.error("%s was damaged as it was written: %s; it is written again", locator, problem)
+            committed, _ = await self._write(version, step, "", replace=locator)
+        published = PublishedVersion(version, self._incarnation, locator, step, self._transport)
+        if self._served:  # else the key has had this version since its step
+            await self._version_key.set(published)
+        self.newest = published
+        self._in_use.add(version, locator)
+        self._repairs = 0
+        self._verified = False
+        in_use = self._in_use.locators()
+        removed = await self._on_disk(version, lambda: self._weights.prune(in_use))
+        self._log_once(removed.problems)
+        log.info(
+            "published version %d (%s) in %.3f s, %.1f of %.1f MB written, pruned %d",
+            version,
+            locator.rpartition("/")[2],
+            time.perf_counter() - start,
+            committed.written / 1e6,
+            committed.size / 1e6,
+            len(removed.gone),
+        )
 
     def keep(self, versions: Sequence[int], pins: Iterable[PublishedVersion] = ()) -> None:
         """Keep from now on the versions in use, as the manager names them, all newer ones, and those of ``pins``."""
@@ -300,10 +322,10 @@ class Publisher:
     def _base(self) -> str:
         """Return the locator of the version that the next one may refer to.
 
-        It is "" before the first version, and if that version is damaged: everything is then written
-        anew, and the next version refers to nothing of a damaged one.
+        It is "" before the first version, if that version is not written, and if it is damaged: everything is then
+        written anew, and the next version refers to nothing of a damaged one.
         """
-        if self.newest is None:
+        if self.newest is None or not self.newest.locator:
             return ""
         locator = self.newest.locator
         if problem := _problem(lambda: self._weights.check(locator)):
@@ -321,11 +343,14 @@ class Publisher:
         """Write the newest version to ``target`` as a plain HF directory, whole or not at all.
 
         Waits for the publication that runs. A damaged version is written again first, from the ranks'
-        copies. Do not call it during ``begin``.
+        copies. Do not call it during ``begin``, nor without servers after a call of the next step that trains.
         """
         await self.finish()
         assert self.newest is not None, "nothing was published yet"
         self._version_key.check_alive()
+        if not self.newest.locator:
+            await self._workers.copy_weights(CopyWeightsRequest(ACTOR, self.newest.version))
+            await self._write_next(self.newest.version, self.newest.step)
         target.parent.mkdir(parents=True, exist_ok=True)
         newest = self.newest
         what = f"writing {target}"

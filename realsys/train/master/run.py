@@ -23,13 +23,15 @@ from realsys.cluster.aio import from_thread, in_thread, on_disk, unless
 from realsys.cluster.stream.master_stream import MasterStream, RoutedStream
 from realsys.cluster.topology import Mesh, place, routing_table
 from realsys.cluster.worker import WorkerContext
-from realsys.config.allocation import ACTOR, parse_allocation
-from realsys.config.dataflow import Dataflow, dataflow_of, role_settings, saved_roles
+from realsys.config.allocation import ACTOR, has_servers, parse_allocation
+from realsys.config.dataflow import Dataflow, dataflow_of, is_supervised, role_settings, saved_roles
 from realsys.config.doors import LOOP
-from realsys.config.evaluation_sets import evaluation_sets, id_of_set
+from realsys.config.evaluation_sets import DEMOS, evaluation_sets, id_of_set
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
-from realsys.data.prompts import DemoDataset, PromptDataset, dataset_files
+from realsys.config.schema_data import HELD_OUT, TRAIN
+from realsys.data.learning import learning_data
+from realsys.data.prompts import PromptDataset
 from realsys.data.submitted import SubmittedWriter
 from realsys.data.tokenizer import TextTokenizer
 from realsys.errors import StreamError
@@ -44,6 +46,7 @@ from realsys.train.master.devices import Devices
 from realsys.train.master.executor import GraphExecutor
 from realsys.train.master.intake import Intake
 from realsys.train.master.intake_decisions import IntakeSettings, IntakeState
+from realsys.train.master.learned_rows import LearnedRows
 from realsys.train.master.model_workers import ModelWorkers
 from realsys.train.master.publish import Publisher, VersionKey
 from realsys.train.master.recorder import StepRecorder
@@ -89,7 +92,8 @@ class MasterRun:
         recorder = StepRecorder(config, ctx.paths, parts.meshes, parts.workers, ctx.incarnation, ctx.check_alive)
         stream.on_notice("recorded", Recorded, recorder.written)
         plan = functools.partial(plan_roles, config, parts.meshes, parts.costs)
-        recorder_in_use = recorder if config.record.keep_steps else None
+        # A supervised step can be repeated from the data, so it is not recorded.
+        recorder_in_use = recorder if config.record.keep_steps and parts.rows is None else None
         self._session = MasterSession(
             config,
             SessionParts(
@@ -107,6 +111,7 @@ class MasterRun:
                 workers=parts.workers,
                 tokenizer=parts.tokenizer,
                 open_submitted=lambda: SubmittedWriter(ctx.paths.submitted, config.data, parts.train_prompts),
+                rows=parts.rows,
             ),
             hf_folder=ctx.paths.root / "hf",
             total_steps=parts.total_steps,
@@ -238,18 +243,15 @@ class MasterRun:
         if self._ctx.config.warmup.steps:
             await self._status.enter("warmup")
             config = self._ctx.config
-            demos = dataset_files(config, self._ctx.paths).demos
-            assert demos is not None, "the launcher has checked that there are demonstrations"
             warmup_parts = WarmupParts(
+                rows=learned_rows(self._ctx, self._parts.tokenizer, self._parts.workers, self._parts.meshes[ACTOR]),
                 mesh=self._parts.meshes[ACTOR],
                 cost=self._parts.costs[ACTOR],
                 workers=self._parts.workers,
                 executor=GraphExecutor(dataflows.sft(config), self._parts.meshes, self._parts.workers),
                 step_log=self._parts.connections.step_log,
             )
-            await Warmup(
-                config.warmup, warmup_parts, demos=len(DemoDataset(demos, self._parts.tokenizer)), seed=config.seed
-            ).run()
+            await Warmup(config.warmup, warmup_parts).run()
         return 0
 
     async def _conclude(self, steps: int) -> None:
@@ -273,9 +275,13 @@ class MasterRun:
             for name, made in self._sets.items()
             if made.problems and not evaluated(records, id_of_set(eval_id, name), step)
         }
-        if not sets:
+        rows = self._parts.rows
+        measured = rows is None or not rows.held_out_lines or evaluated(records, id_of_set(eval_id, DEMOS), step)
+        if measured and not sets:
             return
         await self._status.enter("evaluate")
+        if not measured:
+            await self._session.measure(eval_id)
         made = await self._parts.evaluations.run(eval_id, sets, step)
         if eval_id == "before":
             require_completions(made)
@@ -306,6 +312,7 @@ class MasterParts:
 
     total_steps  train steps of the whole run
     train_prompts  prompts of the train split
+    rows         batches of a supervised run; None: agents make them
     world_size   number of ModelWorkers
     meshes       role -> its mesh
     costs        role -> cost of one of its sequences
@@ -316,6 +323,7 @@ class MasterParts:
     status: RunStatus
     total_steps: int
     train_prompts: int
+    rows: LearnedRows | None
     world_size: int
     flow: Dataflow
     meshes: Mapping[str, Mesh]
@@ -347,9 +355,10 @@ def build_parts(ctx: WorkerContext, connections: Connections) -> MasterParts:
     meshes = place(allocation, dict.fromkeys([ACTOR, *flow.roles]))
     tokenizer = TextTokenizer(model_dir(config, paths, ACTOR))
     train_prompts = PromptDataset(config, paths, tokenizer).size("train")
-    total_steps = planned_steps(config, train_prompts)
     stream = RoutedStream(connections.stream, routing_table(meshes))
     workers = ModelWorkers(stream, meshes, config.cluster.request_timeout_s)
+    rows = learned_rows(ctx, tokenizer, workers, meshes[ACTOR]) if is_supervised(config) else None
+    total_steps = planned_steps(config, train_prompts if rows is None else rows.lines)
     arguments = CallArguments(config, flow, total_steps)
     publisher = _build_publisher(ctx, workers)
     devices = Devices(
@@ -369,6 +378,7 @@ def build_parts(ctx: WorkerContext, connections: Connections) -> MasterParts:
         status=RunStatus(ctx, connections.step_log),
         total_steps=total_steps,
         train_prompts=train_prompts,
+        rows=rows,
         world_size=allocation.workers,
         flow=flow,
         meshes=meshes,
@@ -401,6 +411,15 @@ def build_parts(ctx: WorkerContext, connections: Connections) -> MasterParts:
     )
 
 
+def learned_rows(ctx: WorkerContext, tokenizer: TextTokenizer, workers: ModelWorkers, mesh: Mesh) -> LearnedRows:
+    """Return the batches of rows of ``data.demos``: of the run if it is supervised, else of its warm-up."""
+    config = ctx.config
+    data = learning_data(config, ctx.paths, tokenizer)
+    batch = config.train.batch_groups if is_supervised(config) else config.warmup.batch
+    sizes = {"lines": data.size(TRAIN), "held_out": data.size(HELD_OUT)}
+    return LearnedRows(workers, mesh, **sizes, batch=batch, seed=config.seed)
+
+
 def _build_publisher(ctx: WorkerContext, workers: ModelWorkers) -> Publisher:
     config, paths = ctx.config, ctx.paths
     model = model_dir(config, paths, ACTOR)
@@ -412,4 +431,5 @@ def _build_publisher(ctx: WorkerContext, workers: ModelWorkers) -> Publisher:
         incarnation=ctx.incarnation,
         transport=config.weights.transport,
         timeout_s=config.cluster.request_timeout_s,
+        served=has_servers(config),
     )

@@ -31,9 +31,10 @@ import msgspec
 from realsys.algorithm.token_losses import StepLosses
 from realsys.cluster.aio import first_completed, on_disk, run_beside, unless
 from realsys.cluster.failpoint import failpoint
+from realsys.config.allocation import ACTOR, has_servers
 from realsys.config.dataflow import Dataflow, script_call
 from realsys.config.doors import LOSS
-from realsys.config.evaluation_sets import evaluation_sets, id_of_set, set_of_id
+from realsys.config.evaluation_sets import DEMOS, evaluation_sets, id_of_set, set_of_id
 from realsys.config.schema import Config
 from realsys.data.submitted import SubmittedWriter
 from realsys.data.tokenizer import TextTokenizer
@@ -41,7 +42,7 @@ from realsys.errors import ConfigError, DataError, PromptsUsedUp, StaleBatch, St
 from realsys.manager.client import ManagerClient
 from realsys.manager.ledger.tickets import ticket_ranges
 from realsys.manager.messages import MAX_TICKETS, PinRequest, SubmitRequest, TrainedRequest
-from realsys.model_calls import PPO, ReadRequest
+from realsys.model_calls import MEASURE, PPO, ReadRequest
 from realsys.observe import spans
 from realsys.observe.signal import DriftWatch, SignalWatch
 from realsys.observe.spans import span
@@ -51,6 +52,7 @@ from realsys.train.master.devices import Devices
 from realsys.train.master.executor import CallResult
 from realsys.train.master.intake import Intake
 from realsys.train.master.intake_decisions import TrainBatch
+from realsys.train.master.learned_rows import LearnedRows
 from realsys.train.master.model_workers import ModelWorkers
 from realsys.train.master.publish import Publisher
 from realsys.train.master.recorder import check_finite
@@ -64,6 +66,7 @@ from realsys.train.master.step_statistics import (
     batch_statistics,
     call_seconds,
     episodes_of,
+    row_statistics,
     train_record,
     untrained_shares,
 )
@@ -127,7 +130,7 @@ class SessionParts:
     """The collaborators of a MasterSession.
 
     ``show`` puts fields of the last step on the manager's status page. ``open_submitted`` opens the file of the rows
-    that the script submits.
+    that the script submits. ``rows``: the batches of a supervised run; None: agents make them.
     """
 
     runner: StepRunner
@@ -144,6 +147,7 @@ class SessionParts:
     workers: ModelWorkers
     tokenizer: TextTokenizer
     open_submitted: Callable[[], SubmittedWriter]
+    rows: LearnedRows | None = None
 
 
 class _Watch:
@@ -181,6 +185,7 @@ class _Step:
     watch: _Watch = field(default_factory=_Watch)
     begin: int = field(default_factory=spans.now)
     seconds: dict[str, float] = field(default_factory=lambda: {"wait": 0.0})
+    prepared: bool = False  # a supervised run has one batch a step
     args: dict[str, dict[str, Any]] = field(default_factory=dict)
     results: dict[str, CallResult] = field(default_factory=dict)
     training: set[str] = field(default_factory=set)  # names of the calls that have trained
@@ -226,6 +231,8 @@ class MasterSession:
         self._submitting = asyncio.Lock()
         self._submitted: SubmittedWriter | None = None
         self._timeout_s = config.cluster.request_timeout_s
+        trains_actor = [call.name for call in parts.runner.flow.calls if call.trains and call.role == ACTOR]
+        self._main = trains_actor[-1] if parts.rows is not None and trains_actor else "actor_train"
 
     async def run(self, script: Callable[[], Awaitable[object]], done: int = 0) -> int:
         """Run ``script`` from step ``done`` to its end, or until ``stop`` is set; return the steps done.
@@ -243,6 +250,8 @@ class MasterSession:
             return await run_beside(work, self._parts.publisher.watch())
         finally:
             self._over = True
+            if self._parts.rows is not None:
+                await self._parts.rows.close()
             if self._submitted is not None:
                 self._submitted.close()
 
@@ -318,11 +327,13 @@ class MasterSession:
         """Wait for ``groups`` groups (0: ``train.batch_groups``), and claim them; None if the prompts are used up.
 
         Filters and failures may take so many that the planned steps cannot all be trained. Raises TooFewGroups after
-        ``timeout_s`` (0: the bounds of a run alone), StuckError.
+        ``timeout_s`` (0: the bounds of a run alone), StuckError. A supervised run loads the rows of the step.
         """
         self._check_stop()
         parts, step = self._parts, self._step
         begin = time.perf_counter()
+        if parts.rows is not None:
+            return await self._learned(parts.rows, groups)
         if parts.devices.shared and not parts.intake.state.has_batch:
             await parts.publisher.finish()  # the servers wake with this version
             await parts.devices.give_back()
@@ -345,12 +356,25 @@ class MasterSession:
         held = parts.runner.hold(batch.groups)
         return self._add(_Held(held, batch, held, self._done))
 
+    async def _learned(self, rows: LearnedRows, groups: int) -> BatchInfo:
+        if groups not in (0, self._config.train.batch_groups) or self._step.prepared:
+            size = f"train.batch_groups={self._config.train.batch_groups}"
+            raise ConfigError("groups", groups, f"a step of a supervised run has one batch, of {size} lines")
+        self._step.prepared = True
+        begin = time.perf_counter()
+        with span("wait", f"step/{self._step.number}"):
+            loaded = rows.take(self._step.number - 1, self._total_steps - 1)
+            batch = TrainBatch(await self._while_running(loaded), rolled_out=False)
+        self._step.seconds["wait"] += time.perf_counter() - begin
+        held = self._parts.runner.hold(batch.groups)
+        return self._add(_Held(held, batch, held, self._done))
+
     async def submit(self, rows: list[tuple[int | dict[str, Any], str]]) -> Submitted:
         """Submit rows, each with the name of its agent ("": the trial's); without rows only count.
 
         They are durable when this returns. Raises DataError, which names the row, and ConfigError.
         """
-        if self._config.data.order != "script":
+        if self._config.data.order != "script" or self._parts.rows is not None:
             problem = "the run takes the rows in a shuffled order: set data.order=script to submit them"
             raise ConfigError("data.order", self._config.data.order, problem)
         async with self._submitting:
@@ -468,7 +492,7 @@ class MasterSession:
             await parts.checkpoints.after_step(step.number)
         step.seconds |= {"checkpoint": step.watch.lap(), "total": step.watch.total()}
         record = self._record(step.number, batch, step.args, step.results)
-        record |= train_record(statistics, step.seconds, step.results)
+        record |= train_record(statistics, step.seconds, step.results, self._main)
         record |= {"script": step.fields} if step.fields else {}
         parts.step_log.append({"kind": "train", "time": time.time(), **record})
         spans.add("step", step.begin, spans.now(), f"step/{step.number}", tickets=ticket_ranges(batch.tickets))
@@ -482,20 +506,48 @@ class MasterSession:
         return step.number
 
     async def evaluate_due(self) -> None:
-        """Request the evaluations that are due after the last step; training continues while they run."""
+        """Request the evaluations that are due after the last step; training continues while they run.
+
+        The held-out rows of a supervised run are measured now.
+        """
+        every = self._config.evaluation.every_steps
+        if every and self._done % every == 0 and 0 < self._done < self._total_steps:
+            await self.measure(eval_id_of(self._done))
         if due := due_sets(self._sets, self._done, self._total_steps):
             await self._parts.publisher.finish()  # the manager evaluates the newest published version
             for name in due:
                 await self.start_evaluation(id_of_set(eval_id_of(self._done), name), self._done)
 
+    async def measure(self, eval_id: str) -> dict[str, Any] | None:
+        """Compute the objective of a supervised run on its held-out rows, and append the record; None without any."""
+        rows, runner = self._parts.rows, self._parts.runner
+        if rows is None or not rows.held_out_lines:
+            return None
+        begin = time.perf_counter()
+        await self._parts.devices.take(batch=False)
+        held = runner.hold(await rows.held_out())
+        args = {call.name: {"lr": 0.0, MEASURE: True} for call in runner.flow.calls}
+        work = runner.call(self._step.number, held, runner.flow, args)
+        results = await self._parts.stopping.run(self._done + 1, work)
+        if results is None:
+            return None  # the run stops
+        await check_finite(results)
+        await runner.clear(held)
+        stats = results[self._main].stats
+        record = row_record(eval_id, self._done, rows.held_out_lines, stats, time.perf_counter() - begin)
+        self._parts.step_log.append(record)
+        return record
+
     async def evaluate(self, eval_id: str) -> dict[str, float | None]:
         """Measure all evaluation sets with the newest version, and wait; return set -> accuracy."""
         await self._parts.publisher.finish()
+        measured = await self.measure(eval_id)
         await self._parts.devices.give_back()
         sets = {name: made for name, made in self._sets.items() if made.problems}
         records = await self._while_running(self._parts.evaluations.run(eval_id, sets, self._done))
         for record in records:
             self._parts.step_log.append(record)
+        records += [measured] if measured else []
         return {set_of_id(record["eval_id"]): record["accuracy"] for record in records}
 
     async def save(self) -> None:
@@ -504,7 +556,13 @@ class MasterSession:
         await self._parts.checkpoints.save()
 
     async def export(self, folder: str) -> None:
-        """Write the newest version as a plain Hugging Face folder."""
+        """Write the newest version as a plain Hugging Face folder.
+
+        Raises ConfigError in a run without servers once this step has trained: no rank has that version any more.
+        """
+        if self._step.training and not has_servers(self._config):
+            problem = "without servers no rank has the last version any more once a step has trained: publish() first"
+            raise ConfigError("export", folder, problem)
         await self._parts.publisher.export(Path(folder))
 
     async def pin(self, name: str) -> int:
@@ -588,6 +646,8 @@ class MasterSession:
 
     def _check_age(self, held: _Held, *, allow_stale: bool) -> None:
         """Refuse a batch that the script has kept for too long. Its age at its claim is up to stale_policy."""
+        if not held.source.rolled_out:
+            return
         eta, claimed = self._config.asynchronous.max_staleness, held.claimed
         oldest = min(sample.version_min for group in held.batch.groups for sample in group)
         if self._done > claimed and self._done - oldest > eta and not allow_stale:
@@ -639,15 +699,18 @@ class MasterSession:
         results: Mapping[str, CallResult],
     ) -> dict[str, Any]:
         """Return the fields of the step log that neither the batch's metadata nor the calls report."""
+        fields = {"step": step, "total": self._total_steps, "version": step}
+        if not batch.rolled_out:
+            stats = results[self._main].stats if self._main in results else {}
+            known = {"accuracy": stats["accuracy"]} if "accuracy" in stats else {}
+            return {**fields, "lr": args[self._main]["lr"] if self._main in args else 0.0, **known}
         trained = results["actor_train"].stats if "actor_train" in results else {}
         comparison = results["actor_inf"].stats if "actor_inf" in results else trained
         masks_truncated = self._config.train.ppo.truncated_answers == "mask"
         self._warn_of_waste(batch.losses)
         self._warn_of_weights(step, trained)
         return {
-            "step": step,
-            "total": self._total_steps,
-            "version": step,
+            **fields,
             "lr": args["actor_train"]["lr"] if "actor_train" in results else 0.0,
             "dropped_stale": batch.dropped_stale,
             "refused": batch.refused,
@@ -695,19 +758,26 @@ class MasterSession:
         the batch.
         """
         intake = self._parts.intake.state
-        statistics = batch_statistics(batch.samples, version=step - 1)
+        staleness: dict[str, int] = {}
+        if batch.rolled_out:
+            statistics = batch_statistics(self._scored(batch.samples), version=step - 1)
+            staleness = statistics["staleness"]["histogram"]
+        else:
+            statistics = row_statistics(batch.samples)
         reply = await self._parts.manager.trained(
             TrainedRequest(
                 step=step,
                 version=step,
                 trained=batch.tickets,
                 oldest=batch.oldest,
-                staleness=statistics["staleness"]["histogram"],
+                staleness=staleness,
                 incarnation=intake.trainer_incarnation,
                 held=intake.held(),
             )
         )
         self._parts.publisher.keep(reply.in_use, reply.pins.values())
+        if not batch.rolled_out:
+            return statistics | {"memory": reply.memory}
         increases = self._increases
         intake.observe_lost(increases.tokens.of(reply.lost_tokens), increases.lengths.of(reply.lost_lengths))
         return statistics | {
@@ -715,6 +785,18 @@ class MasterSession:
             "dropped_filtered": increases.filtered.of(reply.filtered).total(),
             "memory": reply.memory,
         }
+
+    def _scored(self, samples: list[SampleMeta]) -> list[SampleMeta]:
+        """Return the rows with the rewards that the actor was trained on: with the scores of a reward model."""
+        scores: dict[str, float] = {}
+        for result in self._step.results.values():
+            scores |= result.scores
+        # The last row of an episode scores it.
+        known = {(each.ticket_id, each.episode): scores[each.sample_id] for each in samples if each.sample_id in scores}
+        if not known:
+            return samples
+        weight, replaced = self._config.train.ppo.reward_model_weight, msgspec.structs.replace
+        return [replaced(s, reward=s.reward + weight * known.get((s.ticket_id, s.episode), 0.0)) for s in samples]
 
     def _out_of_time(self) -> bool:
         limit = self._config.train.max_seconds
@@ -732,6 +814,7 @@ def _joined(batches: Sequence[TrainBatch]) -> TrainBatch:
         masked=[sample for batch in batches for sample in batch.masked],
         oldest_trained=batches[-1].oldest_trained,
         losses=batches[-1].losses,
+        rolled_out=batches[-1].rolled_out,
     )
 
 
@@ -743,6 +826,25 @@ class _Increases:
         self.lengths = Increase(known=known)
         self.failures = Increase(known=known)
         self.filtered = Increase(known=known)
+
+
+def row_record(eval_id: str, step: int, lines: int, stats: Mapping[str, float], seconds: float) -> dict[str, Any]:
+    """Return the step log's record of the held-out rows of a supervised run: the evaluation of a set of its own."""
+    return {
+        "kind": "eval",
+        "time": time.time(),
+        "eval_id": id_of_set(eval_id, DEMOS),
+        "set": DEMOS,
+        "step": step,
+        "version": step,
+        "complete": True,
+        "problems": lines,
+        "samples": 1,
+        "failed": 0,
+        "seconds": seconds,
+        "accuracy": stats.get("accuracy"),
+        "loss": stats["loss"],
+    }
 
 
 def planned_steps(config: Config, train_prompts: int) -> int:

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from realsys.algorithm.balance import CostFunction, cost_function
 from realsys.algorithm.kl import AdaptiveKL
@@ -22,7 +21,14 @@ from realsys.algorithm.minibatches import plan_minibatches, rows_left_out, seque
 from realsys.algorithm.sequence_buffer import owners_of
 from realsys.cluster.topology import Mesh
 from realsys.config.allocation import ACTOR
-from realsys.config.dataflow import Dataflow, FunctionCall, advantages_by_token, comparing_call, role_settings
+from realsys.config.dataflow import (
+    Dataflow,
+    FunctionCall,
+    advantages_by_token,
+    comparing_call,
+    is_supervised,
+    role_settings,
+)
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config, WarmupConfig
 from realsys.config.schema_train import OptimizerConfig
@@ -30,6 +36,7 @@ from realsys.model_calls import PPO, SNAPSHOT
 from realsys.model_files.config_json import read_sizes
 from realsys.observe.spans import span
 from realsys.train.master.executor import CallResult, GraphExecutor, Minibatches, Ownership
+from realsys.train.master.learned_rows import LearnedRows
 from realsys.train.master.model_workers import ModelWorkers
 from realsys.train.master.recorder import StepRecorder, check_finite
 from realsys.train.master.step_statistics import SAMPLE_TOKENS, AgreementSampler, StepLog
@@ -164,8 +171,6 @@ class StepRunner:
 
 
 # ---- supervised warm-up: another dataflow graph on the same ModelWorkers
-#
-# It consumes demonstrations by index. The DP heads tokenise the next batch while the current one trains.
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +180,7 @@ class WarmupParts:
     ``executor`` runs the supervised graph, ``mesh`` and ``cost`` are the actor's.
     """
 
+    rows: LearnedRows
     mesh: Mesh
     cost: CostFunction
     workers: ModelWorkers
@@ -183,59 +189,29 @@ class WarmupParts:
 
 
 class Warmup:
-    """The supervised steps before training: ``config.steps`` steps over ``demos`` demonstrations in
-    a seeded order.
-    """
+    """The supervised steps before training: ``config.steps`` steps over demonstrations."""
 
-    def __init__(self, config: WarmupConfig, parts: WarmupParts, *, demos: int, seed: int) -> None:
+    def __init__(self, config: WarmupConfig, parts: WarmupParts) -> None:
         self._config = config
         self._parts = parts
-        self._demos = demos
-        self._seed = seed
 
     async def run(self) -> None:
         """Run all steps.
 
         Raises what a worker raised; then no request of the warm-up is still awaited.
         """
-        if not self._config.steps:
-            return
-        upcoming = asyncio.create_task(self._load(0))
         try:
             for step in range(self._config.steps):
-                samples = await upcoming
-                # The heads tokenise the next batch while this one trains.
-                if step + 1 < self._config.steps:
-                    upcoming = asyncio.create_task(self._load(step + 1))
-                await self._step(step, samples)
+                await self._step(step, await self._parts.rows.take(step, self._config.steps - 1))
         finally:
-            upcoming.cancel()
-            # Also retrieves its exception: asyncio would otherwise log a second error next to the
-            # one that ends the phase.
-            await asyncio.gather(upcoming, return_exceptions=True)
+            await self._parts.rows.close()
 
-    async def _load(self, step: int) -> list[SampleMeta]:
-        """Have the DP heads load the demonstrations of one step, each an equal share; return their
-        metadata.
-        """
-        # every pass over the data has its own permutation
-        indices: list[int] = []
-        position = step * self._config.batch
-        while len(indices) < self._config.batch:
-            epoch, offset = divmod(position + len(indices), self._demos)
-            order = np.random.default_rng([self._seed, epoch]).permutation(self._demos)
-            indices.extend(int(i) for i in order[offset : offset + self._config.batch - len(indices)])
-        heads = self._parts.mesh.dp_heads()
-        replies = await asyncio.gather(
-            *(self._parts.workers.load_demos(head, indices[i :: len(heads)]) for i, head in enumerate(heads))
-        )
-        return sorted((s for reply in replies for s in reply.samples), key=lambda s: s.sample_id)
-
-    async def _step(self, step: int, samples: list[SampleMeta]) -> None:
+    async def _step(self, step: int, groups: list[list[SampleMeta]]) -> None:
         start = time.perf_counter()
+        samples = [sample for group in groups for sample in group]
         ownership = Ownership()
-        ownership.add_owners(["tokens", "loss_mask"], owners_of([samples]))
-        refs = sequence_refs([[sample] for sample in samples])
+        ownership.add_owners(["tokens", "loss_mask"], owners_of(groups))
+        refs = sequence_refs(groups)
         rate = learning_rate(self._config.optimizer, step, self._config.steps)
         results = await self._parts.executor.run(
             {ACTOR: plan_minibatches(refs, 1, self._parts.mesh.layout.data, self._parts.cost)},
@@ -288,7 +264,7 @@ def plan_roles(
     config = config.with_ppo(settings) if settings else config
     ppo = config.train.ppo
     left_out: set[str] = set()
-    if not ppo.reward_model_weight:
+    if not ppo.reward_model_weight and not is_supervised(config):
         max_new_tokens = config.generation.sampling.max_new_tokens
         left_out = rows_left_out(refs, ppo, max_new_tokens, by_token=advantages_by_token(config))
     return {

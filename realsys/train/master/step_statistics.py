@@ -117,6 +117,18 @@ def batch_statistics(samples: Sequence[SampleMeta], *, version: int) -> dict[str
     }
 
 
+def row_statistics(samples: Sequence[SampleMeta]) -> dict[str, Any]:
+    """Return the statistics of a batch of rows of ``data.demos``."""
+    return {
+        "groups": len({s.ticket_id for s in samples}),
+        "sequences": len(samples),
+        "tokens": sum(s.length for s in samples),
+        "answer_tokens": sum(s.loss_tokens for s in samples),
+        "length_mean": _mean([s.loss_tokens for s in samples]),
+        "length_max": max(s.loss_tokens for s in samples),
+    }
+
+
 def untrained_shares(
     losses: StepLosses, samples: Sequence[SampleMeta], stats: Mapping[str, float], *, masks_truncated: bool
 ) -> dict[str, float]:
@@ -168,19 +180,22 @@ def call_seconds(results: Mapping[str, CallResult], training: Collection[str]) -
 
 
 def train_record(
-    statistics: Mapping[str, Any], seconds: Mapping[str, float], results: Mapping[str, CallResult]
+    statistics: Mapping[str, Any],
+    seconds: Mapping[str, float],
+    results: Mapping[str, CallResult],
+    main: str = "actor_train",
 ) -> dict[str, Any]:
     """Return the fields of a train step's record that describe its batch, its time and its calls.
 
     ``seconds``: of the parts of the step, and ``total``. ``call_seconds``: of the slowest rank of
-    each call, without its wait for other calls. Statistics of calls other than ``actor_train`` get
+    each call, without its wait for other calls. Statistics of calls other than ``main`` get
     the name of the call as prefix, shortened for the actor's: ``inf/tokens``,
     ``critic_train/loss``. Statistics that already have a prefix for their group keep it:
     ``agreement/ratio``.
     """
     stats: dict[str, float] = {}
     for name, result in results.items():
-        prefix = "" if name == "actor_train" else f"{name.removeprefix('actor_')}/"
+        prefix = "" if name == main else f"{name.removeprefix('actor_')}/"
         stats |= {key if key.startswith(AGREEMENT) else f"{prefix}{key}": value for key, value in result.stats.items()}
     return {
         "seconds": dict(seconds),

@@ -26,13 +26,16 @@ from realsys.train.worker.packing import MicroBatch
 class Outputs:
     """The model's outputs that a loss reads, fp32 [a] over the loss tokens of a micro-batch.
 
-    lm head     logprobs and entropy; the entropy has a gradient only if train.ppo.entropy_coef > 0
-    value head  values, of the state before each token
+    lm head     logprobs and entropy, which has a gradient only if train.ppo.entropy_coef > 0; highest, the log-prob of
+                the most probable token, without one
+    value head  values, of the state before each token; or scores [n], the values at ``MicroBatch.ends``, if it has them
     """
 
     logprobs: torch.Tensor | None = None
     entropy: torch.Tensor | None = None
+    highest: torch.Tensor | None = None
     values: torch.Tensor | None = None
+    scores: torch.Tensor | None = None
 
 
 class HiddenStatesModel(GPTModel):
@@ -128,10 +131,11 @@ class OutputHead:
 
     def outputs(self, batch: MicroBatch, hidden: torch.Tensor, temperature: float | None = None) -> Outputs:
         """Return what a loss reads, for either kind of head. ``temperature`` None: that of each token."""
+        if batch.ends is not None:
+            return Outputs(scores=self.evaluate(batch, hidden, batch.ends))
         if self._kind == "value":
             return Outputs(values=self.evaluate(batch, hidden, batch.rows))
-        logprobs, entropy = self._score(batch, hidden, self._scoring, temperature)
-        return Outputs(logprobs=logprobs, entropy=entropy)
+        return Outputs(*self._score(batch, hidden, self._scoring, temperature))
 
     def logprobs(self, batch: MicroBatch, hidden: torch.Tensor) -> torch.Tensor:
         """Return the log-probs of the loss tokens, fp32 [a]. For an lm head."""
@@ -139,7 +143,7 @@ class OutputHead:
 
     def _score(
         self, batch: MicroBatch, hidden: torch.Tensor, how: Scoring, temperature: float | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
         module = self._module
         assert batch.targets is not None
         own = batch.temperature if temperature is None else temperature
@@ -274,7 +278,7 @@ class _ProjectedLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, how: Scoring
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
         (first, size), rows = how.shard(weight), len(targets)
         columns = targets - first
         is_here, at = (columns >= 0) & (columns < size), columns.clamp(0, size - 1)
@@ -302,9 +306,9 @@ class _ProjectedLogprobs(torch.autograd.Function):
         entropy = log_total - sums[3] / sums[2] if how.entropy else None
         ctx.save_for_backward(hidden, weight, columns, temperature, peak + log_total, entropy)
         ctx.how = how
-        if entropy is not None and not how.entropy_gradient:
-            ctx.mark_non_differentiable(entropy)
-        return logprobs, entropy
+        highest = -log_total
+        ctx.mark_non_differentiable(highest, *([] if entropy is None or how.entropy_gradient else [entropy]))
+        return logprobs, entropy, highest
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None]:
@@ -358,13 +362,13 @@ def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
 
 def projected_logprobs(
     hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, how: Scoring
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return log-probs and entropies of ``targets``, fp32 [n] each, in nats.
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """Return log-probs of ``targets``, entropies, and log-probs of the most probable tokens, fp32 [n] each, in nats.
 
     ``hidden`` [n, h], this rank's ``weight`` [V/tp, h], ``targets`` int64 [n]. ``hidden`` is the
     same on all ranks of ``how.group``, and so are the results and the gradient of ``hidden``. The
     entropy is None without ``how.entropy``, and has a gradient only with ``how.entropy_gradient``.
     """
     function: Any = _ProjectedLogprobs
-    logprobs, entropy = function.apply(hidden, weight, targets, how)
-    return logprobs, entropy
+    logprobs, entropy, highest = function.apply(hidden, weight, targets, how)
+    return logprobs, entropy, highest

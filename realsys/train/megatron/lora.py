@@ -116,13 +116,15 @@ class Adapter(torch.nn.Module):
 
 
 def attach(module: torch.nn.Module, lora: LoraConfig, groups: MeshGroups, seed: int) -> None:
-    """Freeze a GPTModel and add adapters to the layers that ``lora.targets`` names; its outputs do
+    """Freeze a GPTModel except a value head, and add adapters to the layers that ``lora.targets`` names; its outputs do
     not change.
 
     Call it when the weights are loaded and gradient buffers are not made yet, so that frozen
     weights get none. ``seed`` determines every A, the same on any layout.
     """
-    module.requires_grad_(False)
+    for name, parameter in module.named_parameters():
+        # A value head is small, and at zero it would give the adapters no gradient.
+        parameter.requires_grad_(name.startswith("value_head."))
     decoder: Any = module.decoder
     config = decoder.config
     for layer in decoder.layers:

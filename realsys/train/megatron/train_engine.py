@@ -3,7 +3,8 @@ with Megatron-Core.
 
     load(HF directory) -> logprobs(micro-batches)                       actor_inf, ref_inf
                        -> values, scores(micro-batches)                 critic_inf, reward_inf
-                       -> accumulate(micro-batches, loss) -> step(lr)   actor_train, critic_train, sft
+                       -> accumulate(micro-batches, loss) -> step(lr)   actor_train, critic_train, sft, dpo, ...
+                       -> measure(micro-batches, loss)                  the loss of held-out rows
                        -> export() -> HF tensors                        save_weights
                        -> offload(), onload()                           between calls
 
@@ -18,12 +19,12 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 
 from realsys.cluster.failpoint import failpoint
-from realsys.config.dataflow import RoleSettings
+from realsys.config.dataflow import RoleSettings, is_supervised
 from realsys.config.schema import Config
 from realsys.config.schema_train import OptimizerConfig, TrainConfig
 from realsys.errors import ModelError
@@ -49,6 +50,7 @@ from realsys.train.megatron.offload import OffloadedMemory, WeightSnapshot, offl
 from realsys.train.step_gate import StepGate
 from realsys.train.worker.packing import MicroBatch, last_rows, loss_and_end_rows
 
+T = TypeVar("T")
 Stats = dict[str, torch.Tensor]
 
 #: micro-batch and outputs -> its share of the step's loss, and its statistics
@@ -82,7 +84,8 @@ class MegatronEngine:
         self._dtype_name = config.model.dtype
         self._sequence_parallel = config.train.sequence_parallel and groups.mesh.layout.tensor > 1
         self._scoring = Scoring(
-            temperature=config.generation.sampling.temperature,
+            # Rows of the data were not sampled at a temperature.
+            temperature=1.0 if is_supervised(config) else config.generation.sampling.temperature,
             chunk=config.train.head_chunk_tokens,
             entropy_gradient=config.train.ppo.entropy_coef > 0,
             group=groups.tensor,
@@ -179,6 +182,12 @@ class MegatronEngine:
                 self.optimizer.zero_grad()
             stats: list[Stats] = self._schedule.run(self.ddp_model, batches, scaled_loss, self.gate, forward_only=False)
         return stats
+
+    def measure(
+        self, batches: Sequence[MicroBatch], loss: LossFunction, *, temperature: float | None = None
+    ) -> list[Stats]:
+        """Return the statistics that ``accumulate`` returns, without gradients: the forward pass only."""
+        return self._read(batches, lambda batch, hidden: loss(batch, self._head.outputs(batch, hidden, temperature))[1])
 
     def use_optimizer(self, phase: str, settings: OptimizerConfig) -> None:
         """Make the optimizer of ``phase``. A new phase, or new settings, start with fresh optimizer state."""
@@ -300,13 +309,11 @@ class MegatronEngine:
         with self.groups.active(), self._device.active():
             yield
 
-    def _read(
-        self, batches: Sequence[MicroBatch], finish: Callable[[MicroBatch, torch.Tensor], torch.Tensor]
-    ) -> list[torch.Tensor]:
+    def _read(self, batches: Sequence[MicroBatch], finish: Callable[[MicroBatch, torch.Tensor], T]) -> list[T]:
         """Run the forward pass only. Return the results of ``finish`` (micro-batch, hidden states) per micro-batch."""
         module = self._require_parameters()
         with self._active(), torch.no_grad():
-            results: list[torch.Tensor] = self._schedule.run(
+            results: list[T] = self._schedule.run(
                 module, batches, finish, self.gate, forward_only=True, collect_non_loss_data=True
             )
         return results

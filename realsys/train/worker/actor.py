@@ -1,4 +1,4 @@
-"""Training of the actor: policy optimisation, and the supervised warm-up. One optimizer step per minibatch."""
+"""Training of the actor by policy optimisation, one optimizer step per minibatch, and the calls that infer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import torch
 
-from realsys.algorithm.loss import actor_loss, interpolated_prox, loss_denominator, sft_loss, should_stop
+from realsys.algorithm.loss import actor_loss, interpolated_prox, loss_denominator, should_stop
 from realsys.algorithm.loss_tokens import Segments
 from realsys.algorithm.losses import ConfiguredLoss, load_loss
 from realsys.algorithm.minibatches import counts_in_loss
@@ -27,7 +27,6 @@ from realsys.train.worker.optimizer_steps import (
     OptimizerSteps,
     all_reduce,
     call_argument,
-    count_loss_tokens,
     reduce_stats,
     token_means,
 )
@@ -150,34 +149,6 @@ def segments_of(refs: Sequence[SequenceRef]) -> Segments:
     )
 
 
-# ---- supervised warm-up
-
-
-class Sft:
-    """Handler of ``sft``: the negative log-likelihood of the demonstrated completions, with the
-    warm-up's optimizer.
-    """
-
-    def run(self, role: Role, request: MfcRequest) -> CallOutcome:
-        role.engine.use_optimizer("warmup", role.config.warmup.optimizer)
-        # Demonstrations are samples of the data, not of the policy: at the sampling temperature T the
-        # model would learn a distribution that is flatter than theirs by 1 / T.
-        steps = OptimizerSteps(role, call_argument(request, "lr"), temperature=1.0)
-        for minibatch in request.minibatches:
-            denominator = float(max(1, count_loss_tokens(minibatch)))
-
-            def loss(
-                batch: MicroBatch, outputs: Outputs, denominator: float = denominator
-            ) -> tuple[torch.Tensor, Stats]:
-                theta, entropy = outputs.logprobs, outputs.entropy
-                assert theta is not None and entropy is not None
-                share, stats = sft_loss(theta, torch.ones_like(theta, dtype=torch.bool), denominator)
-                return share, stats | {"entropy_sum": entropy.detach().sum()}
-
-            steps.take(minibatch, role.microbatches(minibatch), loss, denominator)
-        return CallOutcome(steps.finish())
-
-
 # ---- forward passes: log-probs of actor and reference, values of the critic, scores of a reward model
 #
 #     actor_inf    tokens  -> prox_logprobs
@@ -298,7 +269,7 @@ def measure_agreement(differences: torch.Tensor, role: Role) -> dict[str, float]
 
 class ReferenceInference:
     """Handler of ``ref_inf``: log-probs of the loss tokens under a frozen model, at the sampling
-    temperature.
+    temperature; at 1 in a supervised run.
     """
 
     def run(self, role: Role, request: MfcRequest) -> CallOutcome:

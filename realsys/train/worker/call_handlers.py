@@ -9,7 +9,9 @@
     advantages      log-probs, ref_logprobs, values           advantages, returns                     advantages
     actor_train     tokens, log-probs, advantages             one optimizer step per minibatch        actor
     critic_train    tokens, values, returns                   one optimizer step per minibatch        critic
-    sft             tokens                                    one optimizer step per minibatch        actor
+    sft             tokens                                    one optimizer step per minibatch        supervised
+    dpo             tokens of pairs, ref_logprobs             one optimizer step per minibatch        supervised
+    reward_model    tokens of pairs                           one optimizer step per minibatch        supervised
 
 Every rank of the role's mesh runs the same call. The request lists the sequences of all ranks, which these have
 exchanged (``realsys.train.worker.call_service``), so each rank computes what it must know about the others.

@@ -7,7 +7,7 @@ Waits for the next request only. Produces replies, and the notice ``samples_arri
 
     request             to                              action
     initialize          ranks of the role's mesh        loads the role's shard
-    load_demos          an actor's DP head              tokenises demonstrations
+    load_rows          an actor's DP head              tokenises lines of data.demos
     transfer            sources and destinations        moves arrays between workers
     mfc                 ranks of the role's mesh        pre_hooks, handler, post_hooks
     leave_device        all ranks                       moves its roles to host memory, until their next calls
@@ -60,15 +60,15 @@ from realsys.config.dataflow import (
 )
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
-from realsys.data.prompts import DemoDataset, dataset_files
+from realsys.data.learning import LearningData, learning_data
 from realsys.data.tokenizer import TextTokenizer
-from realsys.errors import ConfigError, ModelError, NotFiniteError
+from realsys.errors import ModelError, NotFiniteError
 from realsys.model_calls import (
     ClearRequest,
     Empty,
     InitializeRequest,
     KeepDroppedRequest,
-    LoadDemosRequest,
+    LoadRowsRequest,
     MaskRequest,
     MfcReply,
     MfcRequest,
@@ -173,7 +173,7 @@ class ModelWorkerService:
         self._failure: BaseException | None = None  # error of the background thread
         self._gate = parts.gate
         self._meter = parts.meter
-        self._demos = DemoSource(config, paths, parts.data, parts.worker)
+        self._learning = LearningSource(config, paths, parts.data)
         self._roles: dict[str, Role] = {}
         recorder = SampleRecorder(
             parts.worker, parts.data, self._roles, lambda written: parts.endpoint.notify("recorded", written)
@@ -183,7 +183,7 @@ class ModelWorkerService:
         self._checkpoints: dict[str, CheckpointWriter] = {}
         self._handlers: dict[str, tuple[type[msgspec.Struct], Callable[[Any], msgspec.Struct]]] = {
             "initialize": (InitializeRequest, self._initialize),
-            "load_demos": (LoadDemosRequest, self._load_demos),
+            "load_rows": (LoadRowsRequest, self._load_rows),
             "transfer": (TransferRequest, self._transfer),
             "mfc": (MfcShare, self._mfc),
             "leave_device": (LeaveDeviceRequest, self._leave_device),
@@ -271,8 +271,8 @@ class ModelWorkerService:
                 self._data.temperature = self._config.generation.sampling.temperature
         return Empty()
 
-    def _load_demos(self, request: LoadDemosRequest) -> SamplesArrived:
-        return SamplesArrived(self._demos.load(request.indices))
+    def _load_rows(self, request: LoadRowsRequest) -> SamplesArrived:
+        return SamplesArrived(self._learning.load(request.split, request.lines))
 
     def _transfer(self, request: TransferRequest) -> TransferReply:
         start = time.perf_counter()
@@ -402,50 +402,31 @@ def make_role(
     return Role(name, config, settings, engine, data, packer, device)
 
 
-# ---- demonstrations for the supervised warm-up, tokenised on request and stored as samples
+# ---- rows of data.demos, tokenised on request and stored as samples
 
 
-class DemoSource:
-    """Source of demonstrations.
+class LearningSource:
+    """Source of the rows of ``data.demos``.
 
     It opens the file at the first request, because only DP heads receive one.
     """
 
-    def __init__(self, config: Config, paths: TrialPaths, data: DataManager, worker: int = 0) -> None:
+    def __init__(self, config: Config, paths: TrialPaths, data: DataManager) -> None:
         self._config = config
         self._paths = paths
         self._data = data
-        self._worker = worker
-        self._dataset: DemoDataset | None = None
-        self._loaded = 0
+        self._opened: LearningData | None = None
 
-    def load(self, indices: Sequence[int]) -> list[SampleMeta]:
-        """Store these demonstrations and return their metadata.
+    def load(self, split: str, lines: Mapping[str, int]) -> list[SampleMeta]:
+        """Store the rows of these lines (name -> index) and return their metadata, those of a pair one after the other.
 
-        Each load of an index makes a new sample.
+        Raises ConfigError without ``data.demos``.
         """
-        if self._dataset is None:
-            self._dataset = open_demonstrations(self._config, self._paths)
-        metas = []
-        for index in indices:
-            sample_id = f"demo/{self._worker}/{self._loaded}/{index}"
-            self._loaded += 1
-            metas.append(self._data.add_sequence(sample_id, *self._dataset.sequence(index)))
-        return metas
-
-
-def open_demonstrations(config: Config, paths: TrialPaths) -> DemoDataset:
-    """Open the trial's demonstrations with the model's tokenizer.
-
-    Raises ConfigError if no file is configured.
-    """
-    model = paths.base_model(config)
-    file = dataset_files(config, paths).demos
-    if file is None:
-        raise ConfigError(
-            "data.demos", config.data.demos, "is needed by the warm-up: name a file, or set warmup.steps=0"
-        )
-    return DemoDataset(file, TextTokenizer(model), chat_template=config.data.chat_template)
+        if self._opened is None:
+            tokenizer = TextTokenizer(self._paths.base_model(self._config))
+            self._opened = learning_data(self._config, self._paths, tokenizer)
+        rows = self._opened.rows
+        return [meta for name, index in lines.items() for meta in self._data.add_learned(name, rows(split, index))]
 
 
 # ---- moves sample arrays between ModelWorkers before a model function call, worker to worker

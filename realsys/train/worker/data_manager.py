@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from realsys.algorithm.prefix_tree import shared_beginnings
 from realsys.config.dataflow import KV_VERSIONS, TEMPERATURES
+from realsys.data.learning import LearningRow
 from realsys.errors import StreamError
 from realsys.model_calls import SamplesArrived
 from realsys.observe import spans
@@ -262,23 +263,32 @@ class DataManager:
                 f"which must fit into train.microbatch_tokens ({self.episode_limit}): increase it"
             )
 
-    def add_sequence(self, sample_id: str, prompt: list[int], completion: list[int]) -> SampleMeta:
-        """Store one demonstration and return its metadata."""
-        tokens = np.array(prompt + completion, dtype=np.int32)
-        self.put(sample_id, {"tokens": tokens, "loss_mask": np.arange(len(tokens)) >= len(prompt)})
-        return SampleMeta(
-            sample_id=sample_id,
-            ticket_id=sample_id,
-            attempt=0,
-            length=len(tokens),
-            loss_tokens=len(completion),
-            reward=0.0,
-            truncated=False,
-            version_min=0,
-            version_max=0,
-            owner=self._worker,
-            arrived=time.time(),
-        )
+    def add_learned(self, ticket_id: str, rows: Sequence[LearningRow]) -> list[SampleMeta]:
+        """Store the rows of one line of ``data.demos`` as an episode, and return their metadata."""
+        loss_tokens = [sum(row.loss_mask) for row in rows]
+        metas = []
+        for number, row in enumerate(rows):
+            sample_id = f"{ticket_id}/0.{number}"
+            tokens, mask = np.array(row.tokens, dtype=np.int32), np.array(row.loss_mask, dtype=bool)
+            self.put(sample_id, {"tokens": tokens, "loss_mask": mask})
+            meta = SampleMeta(
+                sample_id=sample_id,
+                ticket_id=ticket_id,
+                attempt=0,
+                length=len(tokens),
+                loss_tokens=loss_tokens[number],
+                reward=0.0,
+                truncated=False,
+                version_min=0,
+                version_max=0,
+                owner=self._worker,
+                arrived=time.time(),
+                row=number,
+                group_rows=len(rows),
+                episode_tokens=sum(loss_tokens),
+            )
+            metas.append(meta)
+        return metas
 
 
 def array_size(ref: SequenceRef, key: str) -> int:

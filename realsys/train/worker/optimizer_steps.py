@@ -38,10 +38,10 @@ StopRule = Callable[[Mapping[str, float]], str | None]
 
 @dataclass(slots=True)
 class OptimizerSteps:
-    """The optimizer steps of one call, and their statistics."""
+    """The optimizer steps of one call, and their statistics. ``lr`` None: no steps, only the statistics."""
 
     role: Role
-    lr: float
+    lr: float | None
     temperature: float | None = None  # temperature of the log-probs in the loss; None: the one of generation
     merged: Stats = field(default_factory=dict)
     loss_tokens: int = 0
@@ -67,6 +67,11 @@ class OptimizerSteps:
         ``MAX_SKIPPED_STEPS`` skipped ones in a row.
         """
         role = self.role
+        if self.lr is None:
+            self._merge(
+                minibatch, merge_stats(role.engine.measure(batches, loss, temperature=self.temperature)), denominator
+            )
+            return
         stats = merge_stats(role.engine.accumulate(batches, loss, temperature=self.temperature))
         bad_loss = role.groups.any_rank(
             "loss_sum" in stats and not math.isfinite(stats["loss_sum"].item()), role.device
@@ -88,6 +93,9 @@ class OptimizerSteps:
             role.skipped_in_a_row = 0
             self.taken += 1
         self.grad_norms.append(outcome.grad_norm)
+        self._merge(minibatch, stats, denominator)
+
+    def _merge(self, minibatch: Sequence[Sequence[SequenceRef]], stats: Stats, denominator: float) -> None:
         self.loss_tokens += count_loss_tokens(minibatch)
         self.denominator += denominator
         self.merged = merge_stats([self.merged, stats])
@@ -98,21 +106,22 @@ class OptimizerSteps:
         Means are over the computed loss tokens (``tokens``), ``loss`` over the denominators.
         """
         norms = self.grad_norms
-        stats = {
-            "lr": self.lr,
-            "optimizer_steps": float(self.taken),
-            "zero_gradient_steps": float(len(norms) - self.taken),
-            "skipped_steps": float(self.skipped),
-            "skipped_steps_total": float(self.role.skipped_steps),
-            "answer_tokens": float(self.loss_tokens),
-            "grad_norm": sum(norms) / len(norms) if norms else math.nan,
-            "grad_norm_max": max(norms) if norms else math.nan,
-        }
+        stats = {"answer_tokens": float(self.loss_tokens)}
+        if self.lr is not None:
+            stats |= {
+                "lr": self.lr,
+                "optimizer_steps": float(self.taken),
+                "zero_gradient_steps": float(len(norms) - self.taken),
+                "skipped_steps": float(self.skipped),
+                "skipped_steps_total": float(self.role.skipped_steps),
+                "grad_norm": sum(norms) / len(norms) if norms else math.nan,
+                "grad_norm_max": max(norms) if norms else math.nan,
+            }
         if self.role.groups.last_stage and self.merged:
             totals = reduce_stats(self.merged, self.role)
             stats |= finish_stats(totals)
             stats["loss"] = totals["loss_sum"] / max(1.0, self.denominator)
-        elif not norms:
+        elif not self.denominator:
             stats["loss"] = math.nan
         return stats
 

@@ -51,6 +51,7 @@ class MicroBatch:
     #: of each segment those before it in its row; []: the rows share none
     parents: list[tuple[int, ...]] = field(default_factory=list)
     places: I64 | None = None  # host, where each token of the rows is packed; last stage; None: one after the other
+    ends: torch.Tensor | None = None  # ``last_rows``, if a loss reads scores; last stage
 
     def place(self, positions: I64) -> torch.Tensor:
         """Return where the tokens at ``positions`` of the rows are packed, int64, on the device."""
@@ -71,6 +72,7 @@ class MicroBatch:
             targets=None if self.targets is None else self.targets[:0],
             arrays={key: array[:0] for key, array in self.arrays.items()},
             temperature=self.temperature[:0] if isinstance(self.temperature, torch.Tensor) else self.temperature,
+            ends=None if self.ends is None else self.ends[:0],
         )
 
 

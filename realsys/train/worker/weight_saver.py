@@ -69,7 +69,8 @@ class WeightSaver:
             copy = self._copies[role.name]
             copy.version = -1  # an error leaves neither this version nor the one before
             with onloaded(role):
-                if role.settings.lora.rank:
+                # A value head is trained without an adapter.
+                if role.settings.lora.rank and role.settings.head == "lm":
                     copy.tensors = copy.adapted = _with_adapters(copy, role)
                 else:
                     copy.tensors = copy.memory.take(role.engine.export())

@@ -23,6 +23,7 @@ from realsys.cluster.commit_folder import TEMPORARY, FolderFormat, FolderManifes
 from realsys.cluster.files import FileInfo, write_durably
 from realsys.cluster.lease import CheckAlive, unleased
 from realsys.errors import WeightsError
+from realsys.model_files.config_json import scoring_config
 
 MANIFEST = "MANIFEST.json"
 INDEX = "model.safetensors.index.json"
@@ -183,7 +184,8 @@ def commit(
     dtypes = Counter[str]()
     for info in tensors.values():
         dtypes[info.dtype] += tensor_bytes(info)
-    for name, content in auxiliary_files(model_dir, dtypes.most_common(1)[0][0]).items():
+    scored = "score.weight" in tensors
+    for name, content in auxiliary_files(model_dir, dtypes.most_common(1)[0][0], scored=scored).items():
         write_durably(tmp / name, content)
     manifest = VersionManifest(needs, version, incarnation, step, tensors, ranks, files=files)
     return VERSION.commit(tmp, final or tmp.with_name(own), manifest, check_alive, replace=replace)
@@ -218,17 +220,20 @@ def _elsewhere(path: Path, rank: str) -> bool:
     return bool(rank) and not path.exists()
 
 
-def auxiliary_files(model_dir: Path, dtype: str) -> dict[str, bytes]:
+def auxiliary_files(model_dir: Path, dtype: str, *, scored: bool = False) -> dict[str, bytes]:
     """Return the config and tokenizer files of an HF directory by name, for weights of another type.
 
     ``dtype``: safetensors' name of the type of most weights. config.json names it: libraries allocate the
-    model in this type, so a wrong float32 would double the memory of bfloat16.
+    model in this type, so a wrong float32 would double the memory of bfloat16. ``scored``: the weights are those of a
+    reward model, also if the directory is a language model, with which its training began.
     """
     paths = sorted(path for path in model_dir.iterdir() if path.is_file() and _AUXILIARY.fullmatch(path.name))
     files = {path.name: path.read_bytes() for path in paths}
-    if "config.json" in files and dtype in _HF_DTYPES:
+    if "config.json" in files and (scored or dtype in _HF_DTYPES):
         config = msgspec.json.decode(files["config.json"])
-        config["dtype" if "dtype" in config else "torch_dtype"] = _HF_DTYPES[dtype]
+        if dtype in _HF_DTYPES:
+            config["dtype" if "dtype" in config else "torch_dtype"] = _HF_DTYPES[dtype]
+        config = scoring_config(config) if scored else config
         files["config.json"] = msgspec.json.format(msgspec.json.encode(config), indent=2)
     return files
 

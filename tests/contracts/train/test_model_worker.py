@@ -250,7 +250,9 @@ def test_training_resumes_bit_by_bit_from_a_checkpoint(folders, tmp_path):
             assert not torch.equal(start[name], tensor)
 
 
-KNOWN_HANDLERS = "actor_inf, actor_train, advantages, critic_inf, critic_train, ref_inf, reward_inf, sft"
+KNOWN_HANDLERS = (
+    "actor_inf, actor_train, advantages, critic_inf, critic_train, dpo, ref_inf, reward_inf, reward_model, sft"
+)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from realsys.cluster.process import ErrorRecord, read_errors, record_of, write_e
 from realsys.cluster.stream.security import KEY_FILE, CurveKeys, ensure_keys, load_keys
 from realsys.config.paths import TrialPaths, read_config
 from realsys.config.schema import Config
-from realsys.data.lines import Demonstration, LineReader, Problem
+from realsys.data.lines import Demonstration, LineReader, Preference, Problem
 from realsys.errors import (
     CheckpointError,
     ConfigError,
@@ -328,7 +328,7 @@ def others(folder: Path) -> Iterator[Target]:
     yield Target(
         "configuration", spoilt(dump.read_bytes()), through(dump, lambda: read_config(dump)), (ConfigError,), weight=0.3
     )
-    for kind in (Problem, Demonstration):
+    for kind in (Problem, Demonstration, Preference):
         reader: Any = LineReader(kind)
         yield Target(
             f"dataset: {kind.__name__}",

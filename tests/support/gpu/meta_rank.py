@@ -193,7 +193,7 @@ def _rank_of(layout: ParallelLayout, config: Config, model: HfModel | None, host
     from realsys.algorithm import loss_tokens
     from realsys.train.megatron import heads, layers, train_engine
     from realsys.train.megatron.mesh import MeshGroups, form_meshes
-    from realsys.train.worker import critic, packing
+    from realsys.train.worker import critic, packing, supervised
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=layout.world_size)
     dist.all_gather_object = _gather_alike
@@ -213,7 +213,13 @@ def _rank_of(layout: ParallelLayout, config: Config, model: HfModel | None, host
         replaced["read_model"] = lambda *_: model
     for name, value in replaced.items():
         setattr(train_engine, name, value)
-    for module in (packing, critic, layers, loss_tokens):  # from pinned memory the host does not wait for a copy
+    for module in (
+        packing,
+        critic,
+        supervised,
+        layers,
+        loss_tokens,
+    ):  # from pinned memory the host does not wait for a copy
         module.on_device = lambda tensor, device: torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
     # The fused step knows this device, too.
     importlib.import_module("torch.optim.adam")._device_dtype_check_for_fused = lambda *_, **__: None
@@ -277,9 +283,7 @@ def _count_call(
         for name, arrays in samples.items():
             data.put(name, arrays)
         role = make_role(config, request.role, directory, groups, data, device, trainable=True)
-        is_sft = request.handler == "sft"
-        optimizer = config.warmup.optimizer if is_sft else role.settings.optimizer
-        role.engine.use_optimizer("warmup" if is_sft else "train", optimizer)
+        role.engine.use_optimizer("train", role.settings.optimizer)
         with Counting() as mode:
             find_handler(request.handler).run(role, request)
         published = sum(tensor.nbytes for _, tensor in role.engine.export())

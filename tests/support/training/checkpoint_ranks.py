@@ -82,6 +82,7 @@ class Setup:
     lora: int = 0
     fused: bool = False  # Megatron finds a fused Adam
     one_kernel: bool = False  # torch's Adam runs fused, as on a GPU
+    algorithm: str = "ppo"
 
     def __str__(self) -> str:
         names = [str(self.layout), self.dtype, self.model, self.optimizer]
@@ -92,6 +93,7 @@ class Setup:
                 *[f"lora{self.lora}"] * bool(self.lora),
                 *["fused"] * self.fused,
                 *["one_kernel"] * self.one_kernel,
+                *[self.algorithm] * (self.algorithm != "ppo"),
             ]
         )
 
@@ -103,6 +105,7 @@ class Setup:
             "distributed_optimizer": self.distributed,
             "optimizer": optimizer,
             "lora": {"rank": self.lora},
+            "ppo": {"algorithm": self.algorithm},
         }
         return Config.model_validate({"model": {"dtype": self.dtype}, "train": train})
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from realsys.algorithm.loss import actor_loss, finish_stats, interpolated_prox, loss_denominator, merge_stats, sft_loss
+from realsys.algorithm.loss import actor_loss, finish_stats, interpolated_prox, loss_denominator, merge_stats
 from realsys.config.schema_train import PPOConfig
 from realsys.types import SequenceRef
 
@@ -242,15 +242,6 @@ def test_a_tensor_that_would_broadcast_is_refused():
         actor_loss(one, one, one, torch.zeros(1), torch.ones(3, dtype=torch.bool), 1, PPOConfig())
     with pytest.raises(ValueError, match="it must be bool"):
         actor_loss(one, one, one, one, torch.ones(3), 1, PPOConfig())
-
-
-def test_sft_loss_is_token_mean_negative_log_likelihood():
-    theta = torch.tensor([-1.0, -3.0, math.nan], requires_grad=True)
-    loss, stats = sft_loss(theta, torch.tensor([True, True, False]), 4.0)
-    loss.backward()
-    assert loss.item() == 1.0
-    assert theta.grad is not None and theta.grad.tolist() == [-0.25, -0.25, 0.0]
-    assert (stats["tokens"].item(), stats["loss_sum"].item()) == (2, 4)
 
 
 def test_effective_sample_size_falls_with_one_weight():

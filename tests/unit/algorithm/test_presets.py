@@ -120,6 +120,12 @@ def decoupled_ppo(theta):
     return -clipped((theta - make_logprobs()[1]).exp(), advantages, 0.2, 0.2).mean()
 
 
+def distill(theta):
+    """GKD, on-policy with the reverse KL: each sampled token earns log p_teacher - log p_student."""
+    parts = [clipped((new - old).exp(), reference - old, 0.2, 0.2) for new, old, reference, _, _ in answers(theta)]
+    return -torch.cat(parts).mean()
+
+
 def of_preset(config, theta):
     """As the train calls do it, in one micro-batch."""
     ppo = config.train.ppo
@@ -149,7 +155,7 @@ def of_preset(config, theta):
     return loss
 
 
-@pytest.mark.parametrize("paper", [grpo, dapo, dr_grpo, rloo, gspo, cispo, reinforce_plus_plus, decoupled_ppo])
+@pytest.mark.parametrize("paper", [grpo, dapo, dr_grpo, rloo, gspo, cispo, reinforce_plus_plus, decoupled_ppo, distill])
 def test_preset_is_the_objective_of_its_paper(paper):
     config = compose(["experiment=math", f"algorithm={paper.__name__}"])
     mine, theirs = (make_logprobs()[0].requires_grad_() for _ in range(2))

@@ -24,6 +24,7 @@ GPU8 = Machine(cpus=64, memory_bytes=512 << 30, gpus=tuple("01234567"), torch_ha
 CRITIC = ["train.ppo.critic.enabled=true", "train.ppo.skip_zero_advantage=false"]
 SGLANG = ["generation.backend=sglang", "generation.sglang.python=/bin/true"]
 
+SFT = ["train.ppo.algorithm=sft", "warmup.steps=0"]
 GROUP_MEAN = ["train.ppo.advantage.mean=group"]
 DISTRIBUTED = "train.distributed_optimizer=true"
 TRUNCATE = ["train.ppo.behav_imp_weight_mode=truncate"]
@@ -32,6 +33,11 @@ WRONG = [
     (["allocation=sglang.d1m2+d1"], "allocation", "embedded engine must have m1"),
     (["data.kind=arith", "data.arith.second_tries=0.5"], "data.arith.feedback", "must be set"),
     (["allocation=sglang.d60+d8"], "allocation", "too many for 8 CPU cores"),
+    (["allocation=d2"], "allocation", "must have exactly one inference part (serve.), joined by '+'"),
+    (["allocation=tgi.d1+d1"], "allocation", "exactly one inference part"),
+    ([*SFT, "allocation=d2", "train.loop=evaluate"], "allocation", "exactly one inference part"),
+    ([*SFT, "allocation=d2"], "evaluation.problems", "allocation=d2 has none: set it to 0, or add them"),
+    ([*SFT, "allocation=d2", "evaluation.problems=0", "evaluation.sets={x: {problems: 3}}"], "sets.x.problems", "to 0"),
     (["allocation=sglang.d1+m8"], "allocation", "num_attention_heads 4 of the tiny model does not divide by m8"),
     (["allocation=sglang.d1+p4"], "allocation", "2 layers of the tiny model are fewer than p4"),
     (["model.tiny.num_key_value_heads=3"], "model.tiny.num_key_value_heads", "must divide"),
@@ -95,6 +101,12 @@ WRONG = [
     ([f"train.ppo.loss={__name__}:CPU"], "train.ppo.loss", "must be a function (inputs, **arguments), not Machine"),
     ([f"train.ppo.loss={__name__}:own_loss"], "train.ppo.loss_args", "missing a required argument: 'scale'"),
     (["train.ppo.loss_args={eps: 0.2}"], "train.ppo.loss_args", "must be empty for loss=ppo"),
+    (["train.ppo.algorithm=sft", "warmup.steps=2"], "warmup.steps", "must be 0: train.ppo.algorithm=sft learns from"),
+    (["train.ppo.algorithm=sft", "train.ppo.loss_args={beta: 0.2}"], "train.ppo.loss_args.beta", "unknown"),
+    (["train.ppo.algorithm=dpo", "train.ppo.loss_args={bta: 0.2}"], "train.ppo.loss_args.bta", "beta"),
+    (["train.ppo.algorithm=dpo", "train.ppo.loss_args={beta: 0.0}"], "train.ppo.loss_args.beta", "greater than 0"),
+    (["train.ppo.algorithm=dpo", "train.ppo.loss_args={loss_type: kto}"], "train.ppo.loss_args.loss_type", "ipo"),
+    (["train.ppo.algorithm=reward_model", "train.ppo.loss_args={center: -1.0}"], "train.ppo.loss_args.center", "0"),
     (["train.ppo.loss=gspo", "train.ppo.c_clip=3"], "train.ppo.c_clip", "loss=gspo"),
     ([*TRUNCATE, "train.ppo.behav_imp_weight_cap=0"], "train.ppo.behav_imp_weight_mode", "needs a cap: set"),
     (["train.ppo.kl.target=0.1"], "train.ppo.kl.coef", "must be above 0"),
@@ -249,6 +261,8 @@ def test_data_files_of_a_jsonl_experiment(tmp_path):
     check(changed(*base, experiment="math"), CPU)
     with pytest.raises(ConfigError, match=r"data\.demos"):
         check(changed(*base, "warmup.steps=1", experiment="math"), CPU)
+    with pytest.raises(ConfigError, match=r"data\.demos.*train\.ppo\.algorithm=sft learns from demonstrations"):
+        check(changed(*base, *SFT, experiment="math"), CPU)
     with pytest.raises(ConfigError, match=r"data\.eval_fraction"):
         check(changed(*base, "data.eval_fraction=0", experiment="math"), CPU)
     with pytest.raises(ConfigError, match=r"model\.path"):
@@ -369,3 +383,14 @@ def test_linear_scaling_adds_positions_llama3_does_not(tmp_path):
     hf_model(tmp_path, max_position_embeddings=128, rope_scaling=llama3)
     with pytest.raises(ConfigError, match="128 positions"):
         check(config, CPU)
+
+
+@pytest.mark.parametrize("algorithm", ["sft", "dpo", "reward_model"])
+def test_supervised_run_needs_neither_servers_nor_prompts(algorithm, tmp_path):
+    demos = tmp_path / "demos.jsonl"
+    demos.write_text('{"prompt": "a", "response": "b", "rejected": "c"}\n')
+    words = [f"train.ppo.algorithm={algorithm}", "warmup.steps=0", "evaluation.problems=0", "allocation=d2"]
+    words += [f"model.path={hf_model(tmp_path)}", f"data.demos={demos}", "train.ppo.minibatches=1"]
+    assert check(changed(*words, experiment="math"), CPU).inference.data == 0
+    with pytest.raises(ConfigError, match="data.train"):
+        check(changed(*words[1:], "allocation=serve.d1+d2", experiment="math"), CPU)

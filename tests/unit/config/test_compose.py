@@ -9,14 +9,16 @@ from pathlib import Path
 import pytest
 from hydra.core.global_hydra import GlobalHydra
 
+from realsys.config.allocation import ACTOR
 from realsys.config.compose import compose, fields, with_overrides
 from realsys.config.dataflow import dataflow_of, role_settings
 from realsys.config.fields import CONSTANT, EXPRESSED, RENAMED
 from realsys.config.machine import Machine
 from realsys.config.paths import read_config, write_config
 from realsys.config.rules import check
-from realsys.config.schema import Config
+from realsys.config.schema import Config, TinyModelConfig
 from realsys.configs import __file__ as configs_file
+from realsys.data.arith import make_tiny_model, write_char_tokenizer
 from realsys.errors import ConfigError
 from tests.support.processes.config_trees import changed
 
@@ -37,11 +39,21 @@ def test_experiments_are_shipped():
     assert {"arith", "math"} <= set(SHIPPED)
 
 
+#: what the shipped algorithms cannot know
+TEACHERS = {
+    "distill": ["roles.ref.path={folder}"],
+    "distill_endpoint": ["rollout.agent_args.teachers.big=http://127.0.0.1:8000/v1"],
+}
+
+
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_every_shipped_algorithm_is_valid(algorithm):
-    config = compose(["experiment=arith", f"algorithm={algorithm}"])
+def test_every_shipped_algorithm_is_valid(algorithm, tmp_path):
+    write_char_tokenizer(tmp_path)
+    make_tiny_model(TinyModelConfig(), tmp_path, seed=1)
+    teacher = [text.format(folder=tmp_path) for text in TEACHERS.get(algorithm, [])]
+    config = compose(["experiment=arith", f"algorithm={algorithm}", *teacher])
     check(config, MACHINE)
-    assert "actor_train" in [call.name for call in dataflow_of(config).calls]
+    assert ACTOR in dataflow_of(config).trained_roles
 
 
 def test_field_overrides_algorithm_overrides_experiment():
@@ -165,10 +177,14 @@ def test_wrong_value_names_its_field(text, problem):
     assert problem in str(caught.value) and "\n" not in str(caught.value)
 
 
-KNOWN = "known: arith, arith_agents, arith_chat, arith_multi_turn, arith_tools, arith_verifiers, math"
+KNOWN = "known: arith, arith_agents, arith_chat, arith_multi_turn, arith_tools, arith_verifiers, distill, dpo, math"
 WRONG_OVERRIDES = [
     # overrides, the field named, a part of the problem
-    ([], "experiment", "experiment=arith|arith_agents|arith_chat|arith_multi_turn|arith_tools|arith_verifiers|math"),
+    (
+        [],
+        "experiment",
+        "experiment=arith|arith_agents|arith_chat|arith_multi_turn|arith_tools|arith_verifiers|distill|dpo|",
+    ),
     (["experiment=aritth"], "experiment", "did you mean arith?"),
     (["experiment=nothing"], "experiment", KNOWN),
     (["experiment=3"], "experiment", KNOWN),

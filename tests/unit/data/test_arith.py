@@ -123,3 +123,38 @@ def test_malformed_form_is_refused(tmp_path):
     form = {"prompt": [{"role": "nobody", "content": "{prompt}"}], "response": "{sum}"}
     with pytest.raises(ConfigError, match=r"data\.arith\.forms.*role"):
         arith.write_dataset(ArithConfig(forms=[form]), tmp_path, seed=1)
+
+
+def test_rejected_response_has_one_wrong_step(tmp_path):
+    config = ArithConfig(train_size=1, eval_size=1, demo_size=300)
+    arith.write_dataset(config, tmp_path, seed=3, preferences=True)
+    pairs = read(tmp_path / "demos.jsonl")
+    assert len(pairs) == 300 and not any(zlib.crc32(pair["prompt"].encode()) % 8 == 0 for pair in pairs)
+    for pair in pairs:
+        operands = [int(digit) for digit in re.findall(r"[a-z](\d)", pair["prompt"])]
+        assert pair["chosen"] == arith.demonstration(operands, 0.0, random.Random(1)).response
+        total, errors = 0, []
+        for before, operand, after in re.findall(r"[a-z](\d+)\+(\d)=(\d+);", pair["rejected"]):
+            assert int(before) == total
+            errors.append(int(after) - total - int(operand))
+            total = int(after)
+        (error,) = [each for each in errors if each]
+        assert len(errors) == len(operands) and error in arith.ERRORS
+        assert int(pair["rejected"].rpartition("#")[2]) == total == sum(operands) + error
+
+
+def test_pairs_of_forms_have_one_prompt(tmp_path):
+    prompt = [{"role": "user", "content": "{prompt}"}]
+    forms = [
+        {"prompt": prompt, "tools": ["add"], "response": CALL},
+        {"prompt": [*prompt, {"role": "assistant", "content": "{wrong}"}, *prompt], "response": "{steps}#{sum}"},
+    ]
+    arith.write_dataset(ArithConfig(demo_size=100, forms=forms), tmp_path, seed=3, preferences=True)
+    for pair in read(tmp_path / "demos.jsonl"):
+        operands = [int(digit) for digit in re.findall(r"[a-z](\d)", pair["prompt"][0]["content"])]
+        right = arith.demonstration(operands, 0.0, random.Random(1)).response
+        expected = CALL.replace("{expression}", "+".join(map(str, operands))) if "tools" in pair else right
+        assert pair["chosen"] == expected != pair["rejected"]
+    same = ArithConfig(forms=[{"prompt": prompt, "response": "done"}])
+    with pytest.raises(ConfigError, match=r"data\.arith\.forms.*is the same for right and wrong steps"):
+        arith.write_dataset(same, tmp_path, seed=1, preferences=True)

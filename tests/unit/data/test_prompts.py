@@ -15,7 +15,6 @@ from realsys.config.schema_train import TrainConfig
 from realsys.data.check import SIMILAR, NearDuplicates, check_data, shingles
 from realsys.data.convert import check_copy, convert_sets, count_held_out
 from realsys.data.prompts import (
-    DemoDataset,
     PromptDataset,
     copies_in_epoch,
     dataset_files,
@@ -184,20 +183,6 @@ def test_prompt_that_is_not_there_is_named(tmp_path, rows, asked, problem):
     dataset = PromptDataset(config, trial(tmp_path), char_tokenizer(tmp_path / "model"))
     with pytest.raises(DataError, match=problem):
         dataset.prompt(*asked) if asked else dataset.check()
-
-
-def test_demonstrations_end_with_the_end_of_text_token(tmp_path):
-    tokenizer = char_tokenizer(tmp_path / "model")
-    path = jsonl(tmp_path / "d", [{"prompt": "a1b2=", "response": "a0+1=1;b1+2=3;#3"}])
-    demos = DemoDataset(path, tokenizer)
-    prompt, response = demos.sequence(0)
-    assert len(demos) == 1 and prompt == tokenizer.encode_prompt("a1b2=")
-    assert response[-1] == tokenizer.eos_token_id and tokenizer.completion_text(response) == "a0+1=1;b1+2=3;#3"
-    demos.check(6, 17)
-    with pytest.raises(DataError, match=f"{path}:1: the response has 17 tokens"):
-        demos.check(6, 16)
-    with pytest.raises(DataError, match="missing required field `response`"):
-        DemoDataset(jsonl(tmp_path / "p", problems(1)), tokenizer)
 
 
 def test_check_data_reads_what_the_trial_will_read(tmp_path):
@@ -412,3 +397,12 @@ def test_short_prompts_are_near_only_if_equal():
     index.add("e:1", "2+2")
     assert index.nearest("2 + 2").similarity == 1.0
     assert index.nearest("2+3") is None and index.nearest("") is None
+
+
+def test_supervised_run_has_no_prompts_unless_they_are_given(tmp_path):
+    config = Config(train=TrainConfig.model_validate({"ppo": {"algorithm": "sft"}}), evaluation=EvalConfig(problems=0))
+    prompts = PromptDataset(config, trial(tmp_path), char_tokenizer(tmp_path / "model"))
+    assert prompts.sizes() == {"train": 0, "eval": 0} and not prompts.check().unknown
+    assert check_references(config, trial(tmp_path)) == []
+    held_out = config.data.model_copy(update={"eval": str(jsonl(tmp_path / "e", problems(3)))})
+    assert split_sizes(config.model_copy(update={"data": held_out}), trial(tmp_path)) == {"train": 0, "eval": 3}

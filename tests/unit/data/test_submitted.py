@@ -65,7 +65,7 @@ def test_row_may_have_the_layout_of_the_data(tmp_path):
         (row(1, image="x.png"), "", "row 1: field 'image': models get text only"),
         (row(1, x={1, object()}), "", "row 1: cannot be written as JSON"),
         (row(1, x="x" * 2000), "", "row 1: has 2,045 bytes as JSON: 1,000 are the most"),
-        (row(1), "no_agent", "row 1: agent 'no_agent' not found: use one of multi_turn"),
+        (row(1), "no_agent", "row 1: agent 'no_agent' not found: use one of distill, multi_turn"),
         (0, "m:" + "x" * 300, "row 1: agent has 302 characters"),
     ],
 )

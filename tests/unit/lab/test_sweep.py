@@ -11,6 +11,7 @@ import pytest
 
 from realsys.config.compose import compose
 from realsys.lab import sweep
+from realsys.launch import prepare
 from realsys.launch.cli import main
 from realsys.launch.start import StoredTrial
 from tests.support.scripted_runs import BASE
@@ -140,8 +141,8 @@ def with_earlier(monkeypatch: pytest.MonkeyPatch, *overrides: str) -> None:
     """Let the first trial be one that is done and has these settings."""
     found = compose([*BASE, "trial=a-lr_0.1", *overrides])
     done = StoredTrial(config=found, steps=found.train.total_steps, done=True, has_ledger=True, prompts=20)
-    monkeypatch.setattr(sweep, "read_trial", lambda config, _: done if "0.1" in config.trial else StoredTrial())
-    monkeypatch.setattr(sweep, "check_folder", lambda *_: None)
+    monkeypatch.setattr(prepare, "read_trial", lambda config, _: done if "0.1" in config.trial else StoredTrial())
+    monkeypatch.setattr(prepare, "check_folder", lambda *_: None)
 
 
 @pytest.mark.processes

@@ -382,3 +382,20 @@ def test_choice_in_a_file_is_not_open(tmp_path):
     config, lines = fit(compose(overrides, config_dir=tmp_path), given, machine(1))
     assert not config.train.recompute and config.train.head_chunk_tokens == 2048
     assert not any("recompute=" in line for line in lines)
+
+
+@pytest.mark.parametrize(("given", "problems"), [((), 0), (("evaluation.problems",), 512)])
+def test_open_evaluation_is_off_without_servers(given, problems):
+    """And no engine is chosen for GPUs that have no server."""
+    config = changed("train.ppo.algorithm=sft", "allocation=d2", "evaluation.problems=512", "model.small_on_gpu=false")
+    fitted, lines = fit(config, given, machine(2))
+    assert (fitted.evaluation.problems, fitted.generation.backend) == (problems, "embedded")
+    said = "set evaluation.problems=0: allocation=d2 has no servers to sample from"
+    assert (said in lines) == (not given)
+
+
+@pytest.mark.parametrize(("gpus", "problems", "allocation"), [(0, 0, "d1"), (8, 0, "d8"), (8, 5, "serve.d6+d2")])
+def test_automatic_allocation_has_servers_for_what_is_sampled(gpus, problems, allocation):
+    words = ["train.ppo.algorithm=sft", "allocation=auto", f"evaluation.problems={problems}"]
+    config, _ = fit(changed(*words), {word.partition("=")[0] for word in words}, machine(gpus))
+    assert config.allocation == allocation

@@ -94,6 +94,16 @@ def test_each_kind_has_number_and_restart_policy():
     assert len({spec.log for spec in specs}) == len(specs)
 
 
+def test_run_without_servers_has_no_process_of_rollout():
+    """Whatever the settings of rollout say."""
+    specs = planned(
+        allocation="d2",
+        train={"ppo": {"algorithm": "sft"}},
+        rollout=RolloutConfig(workers=4, reward=RewardConfig(services=2)),
+    )
+    assert [spec.name for spec in specs] == ["gserver_manager/0", "model_worker/0", "model_worker/1", "master_worker/0"]
+
+
 def test_reward_services_judge_for_rollout_workers():
     """They have the cores of the verifier processes, and are restarted alone."""
     specs = planned(rollout=RolloutConfig(workers=2, reward=RewardConfig(services=2, processes=3)))

@@ -7,8 +7,9 @@ from unittest.mock import Mock
 import msgspec
 import pytest
 
+from realsys.config.schema import Config
 from realsys.errors import LedgerError
-from realsys.manager.decisions import ManagerState
+from realsys.manager.decisions import ManagerSettings, ManagerState
 from realsys.manager.ledger.events import EvalStarted, EvaluationState, Opened, Resumed, RolledBack, Trained
 from realsys.manager.ledger.pinned_evaluations import MOST_RESTARTS
 from realsys.manager.messages import (
@@ -495,3 +496,13 @@ def test_trainer_that_never_stays_ends_it_incomplete():
     for number in range(MOST_RESTARTS + 1):
         start(state, 0, f"{int(B) + number:019d}")
     assert reply(state).ended and "the trainer went back to version 0" in reply(state).incomplete
+
+
+def test_supervised_run_grants_evaluations_alone():
+    config = Config.model_validate({"train": {"ppo": {"algorithm": "sft"}}})
+    settings = ManagerSettings.of(config, {"train": 0, "eval": 3})
+    state = ready(**{field.name: getattr(settings, field.name) for field in dataclasses.fields(settings)})
+    assert tickets(state, 2) == [] and state.refusal() == "paused"
+    assert "evaluations alone" in status(state, 0.0, 0.0)["admission"]["explanation"]
+    state.evaluate(EvaluateRequest("e", "eval", 2), 0.0)
+    assert [ticket.ticket_id.startswith("eval-") for ticket in tickets(state, 3)] == [True, True]

@@ -278,11 +278,12 @@ def test_remedies_name_existing_settings(module):
 CALM = {"entropy_mean": 0.4, "grad_norm": 0.3, "kl_prox_theta_mean": 0.001, "w_ess": 0.97}
 
 
-def warnings_of(*changes):
+def warnings_of(*changes, **fields):
     """Return the warnings of steps after eight calm ones."""
     watch = DriftWatch()
     stats = [CALM] * 8 + [CALM | change for change in changes]
-    return [warning for step, each in enumerate(stats, 1) for warning in watch.observe({"step": step, "stats": each})]
+    records = ({"step": step, "stats": each, **fields} for step, each in enumerate(stats, 1))
+    return [warning for record in records for warning in watch.observe(record)]
 
 
 @pytest.mark.parametrize(
@@ -295,8 +296,10 @@ def warnings_of(*changes):
     ],
 )
 def test_policy_that_drifts_is_warned_of_once(change, problem):
-    [warning] = warnings_of(change, change)
+    [warning] = warnings_of(change, change, reward_mean=0.5)
     assert warning.startswith(problem)
+    # Demonstrations have no reward, and certainty is what they teach.
+    assert len(warnings_of(change)) == ("entropy_mean" not in change)
 
 
 @pytest.mark.parametrize(
@@ -309,10 +312,10 @@ def test_policy_that_drifts_is_warned_of_once(change, problem):
     ],
 )
 def test_policy_that_learns_is_not_warned_of(change):
-    assert warnings_of(change) == []
+    assert warnings_of(change, reward_mean=0.5) == []
 
 
 def test_first_steps_have_nothing_to_compare_with():
     watch = DriftWatch()
     wild = [{"grad_norm": 10.0**step, "entropy_mean": 0.1**step} for step in range(5)]
-    assert [watch.observe({"stats": stats}) for stats in wild] == [[]] * 5
+    assert [watch.observe({"stats": stats, "reward_mean": 0.5}) for stats in wild] == [[]] * 5

@@ -16,12 +16,14 @@ from realsys.algorithm.sequence_buffer import SequenceBuffer
 from realsys.algorithm.token_losses import mask_group
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
+from realsys.data.arith import write_char_tokenizer
+from realsys.data.learning import LearningRow
 from realsys.errors import ConfigError, StreamError
 from realsys.model_calls import ClearRequest, Empty, KeepDroppedRequest
 from realsys.observe.dropped_groups import DroppedWriter, group_files, read_group
 from realsys.train.recording import TooOldGroups
 from realsys.train.step_gate import GateState, PauseStepRequest, SettleRequest, StepAbandoned, StepGate, decide
-from realsys.train.worker.call_service import DemoSource, ModelWorkerService, WorkerParts
+from realsys.train.worker.call_service import LearningSource, ModelWorkerService, WorkerParts
 from realsys.train.worker.data_manager import DataManager, array_size, version_tokens, without_older
 from realsys.types import ARRAY_KEYS, Episode, Group, SampleMeta, Ticket, register_key
 from tests.support.processes.config_trees import changed
@@ -277,25 +279,34 @@ def test_rows_of_episode_are_separate_samples():
     assert data.get("t1.0/0.1", "token_rewards").tolist() == [0.0, 0.0]
 
 
-def test_demonstrations_are_loaded_as_samples_of_their_own(tmp_path, monkeypatch):
+def test_lines_to_learn_are_loaded_as_episodes_of_their_own(tmp_path, monkeypatch):
     class Fixed:
-        def sequence(self, index):
-            return [1, 2], [index, 9]
+        def rows(self, split, index):
+            assert split == "eval"
+            return [LearningRow([1, 2, index, 9], [False, False, True, True]), LearningRow([1, 9], [False, True])]
 
-    monkeypatch.setattr("realsys.train.worker.call_service.open_demonstrations", lambda _config, _paths: Fixed())
+    monkeypatch.setattr("realsys.train.worker.call_service.learning_data", lambda *_: Fixed())
+    monkeypatch.setattr("realsys.train.worker.call_service.TextTokenizer", lambda _model: None)
     data = DataManager(2)
-    source = DemoSource(Config(), TrialPaths(tmp_path), data, worker=2)
-    once, twice = source.load([5]), source.load([5, 6])
-    assert len({meta.sample_id for meta in once + twice}) == 3  # clearing one must not clear the other
-    assert data.get(twice[1].sample_id, "tokens").tolist() == [1, 2, 6, 9]
-    assert (twice[1].length, twice[1].loss_tokens, twice[1].owner) == (4, 2, 2)
-    assert data.get(twice[1].sample_id, "loss_mask").tolist() == [False, False, True, True]
+    source = LearningSource(Config(), TrialPaths(tmp_path), data)
+    chosen, rejected = source.load("eval", {"eval.0": 5, "eval.1": 6})[2:]
+    assert data.get(chosen.sample_id, "tokens").tolist() == [1, 2, 6, 9]
+    assert data.get(chosen.sample_id, "loss_mask").tolist() == [False, False, True, True]
+    assert [(meta.sample_id, meta.row) for meta in (chosen, rejected)] == [
+        ("eval.1/0.0", 0),
+        ("eval.1/0.1", 1),
+    ]
+    assert {(m.ticket_id, m.episode, m.group_rows, m.episode_tokens, m.owner) for m in (chosen, rejected)} == {
+        ("eval.1", 0, 2, 3, 2)
+    }
+    assert (chosen.length, chosen.loss_tokens, rejected.length, rejected.loss_tokens) == (4, 2, 2, 1)
 
 
 def test_warm_up_without_demonstrations_is_config_error(tmp_path):
     config = Config.model_validate({"data": {"kind": "jsonl", "train": "t.jsonl"}})
+    write_char_tokenizer(TrialPaths(tmp_path).start_model)
     with pytest.raises(ConfigError, match=r"data\.demos"):
-        DemoSource(config, TrialPaths(tmp_path), DataManager(0)).load([0])
+        LearningSource(config, TrialPaths(tmp_path), DataManager(0)).load("train", {"train/0.0": 0})
 
 
 def test_custom_dataflow_key_is_stored_and_fixed():

@@ -212,7 +212,7 @@ def test_values_and_gradients_are_those_of_the_formulas(tensor_ranks, dtype):
             hidden = hidden.to(dtype).requires_grad_()
             shard = weight.to(dtype).chunk(tensor_ranks)[rank].clone().requires_grad_()
             how = Scoring(warmer(mixed), chunk, with_entropy, FORMED[ACTOR].tensor, fp32=True)
-            logprobs, entropy = projected_logprobs(hidden, shard, targets, how)
+            logprobs, entropy, _ = projected_logprobs(hidden, shard, targets, how)
             assert entropy is not None and entropy.requires_grad == with_entropy
             loss = (logprobs * upstream).sum()
             if with_entropy:
@@ -239,7 +239,7 @@ def test_no_rows_give_no_gradient():
     hidden = torch.randn(0, HIDDEN, requires_grad=True)
     weight = torch.randn(VOCAB, HIDDEN, requires_grad=True)
     for chunk in (0, 4):
-        logprobs, entropy = projected_logprobs(
+        logprobs, entropy, _ = projected_logprobs(
             hidden, weight, torch.zeros(0, dtype=torch.int64), Scoring(chunk=chunk, entropy_gradient=True)
         )
         assert entropy is not None and logprobs.shape == entropy.shape == (0,)
@@ -251,16 +251,26 @@ def test_no_rows_give_no_gradient():
 def test_certain_token_has_zero_entropy_finite_gradient():
     hidden = torch.tensor([[1.0]], requires_grad=True)
     weight = torch.tensor([[500.0], [0.0]])  # a probability of exp(-500), which fp32 does not have
-    logprobs, entropy = projected_logprobs(hidden, weight, torch.tensor([0]), Scoring(entropy_gradient=True))
+    logprobs, entropy, _ = projected_logprobs(hidden, weight, torch.tensor([0]), Scoring(entropy_gradient=True))
     (logprobs + entropy).sum().backward()
     assert logprobs.item() == entropy.item() == 0.0
     assert hidden.grad is not None and hidden.grad.item() == 0.0
 
 
+@pytest.mark.parametrize("chunk", [0, 4])
+def test_most_probable_tokens_have_the_highest_log_prob(chunk):
+    hidden, weight, targets, *_ = inputs()
+    best = (hidden @ weight.t()).argmax(-1)
+    targets = torch.where(torch.arange(len(best)) % 2 == 0, best, targets)
+    logprobs, _, highest = projected_logprobs(hidden, weight, targets, Scoring(chunk=chunk))
+    assert (logprobs >= highest).tolist() == (targets == best).tolist()
+    assert 0 < (targets == best).sum() < len(best)
+
+
 def test_bfloat16_logits_give_fp32_log_probs():
     hidden, weight, targets, upstream, _ = inputs()
     low, low_weight = (tensor.bfloat16().requires_grad_() for tensor in (hidden, weight))
-    logprobs, entropy = projected_logprobs(low, low_weight, targets, Scoring(TEMPERATURE, 4))
+    logprobs, entropy, _ = projected_logprobs(low, low_weight, targets, Scoring(TEMPERATURE, 4))
     assert entropy is not None and logprobs.dtype is entropy.dtype is torch.float32
     (logprobs * upstream).sum().backward()
     assert low.grad is not None and low.grad.dtype is torch.bfloat16
@@ -275,8 +285,8 @@ def test_fp32_head_does_not_round_the_logits(chunk):
     low, low_weight = (tensor.bfloat16().requires_grad_() for tensor in (hidden, weight))
     every = (low.detach().float() @ low_weight.detach().float().t() / TEMPERATURE).log_softmax(-1)
     expected = every.gather(1, targets[:, None])[:, 0]
-    rounded, _ = projected_logprobs(low, low_weight, targets, Scoring(TEMPERATURE, chunk))
-    logprobs, _ = projected_logprobs(low, low_weight, targets, Scoring(TEMPERATURE, chunk, fp32=True))
+    rounded, *_ = projected_logprobs(low, low_weight, targets, Scoring(TEMPERATURE, chunk))
+    logprobs, *_ = projected_logprobs(low, low_weight, targets, Scoring(TEMPERATURE, chunk, fp32=True))
     assert (rounded - expected).abs().max() > 1e-3
     torch.testing.assert_close(logprobs, expected, atol=1e-5, rtol=1e-5)
     (logprobs * upstream).sum().backward()
@@ -302,7 +312,7 @@ def test_inference_makes_no_softmax_and_no_entropy():
     hidden, weight, targets, *_ = inputs()
     weight.requires_grad_()  # a trained head, which has a gradient in no call of inference
     with Operations() as seen, torch.no_grad():
-        logprobs, entropy = projected_logprobs(hidden, weight, targets, Scoring(entropy=False))
+        logprobs, entropy, _ = projected_logprobs(hidden, weight, targets, Scoring(entropy=False))
     assert entropy is None
     assert seen.names == ["mm", "div_", "sub_", "exp"]
     torch.testing.assert_close(logprobs, projected_logprobs(hidden, weight, targets, Scoring())[0].detach())
@@ -327,7 +337,7 @@ def test_weight_gradient_is_added_up_in_megatrons_buffer(tied, dtype):
     for name, value in {"main_grad": buffer, "grad_added_to_main_grad": False, "zero_out_wgrad": tied}.items():
         setattr(weight, name, value)
     for _ in range(2):
-        logprobs, _ = projected_logprobs(hidden, weight, targets, Scoring(TEMPERATURE, 4, fp32=True))
+        logprobs, *_ = projected_logprobs(hidden, weight, targets, Scoring(TEMPERATURE, 4, fp32=True))
         (logprobs * upstream).sum().backward()
     # Megatron's hook wants a gradient to be there, and adds it unless it is marked.
     assert (weight.grad is None) is tied and weight.grad_added_to_main_grad is not tied
@@ -352,6 +362,6 @@ def test_only_one_logits_chunk_exists_at_once():
     hidden, weight, targets, upstream, _ = inputs()
     hidden, weight = hidden[:, :2].clone().requires_grad_(), weight[:, :2].clone()  # a weight smaller than a chunk
     with Largest() as seen:
-        logprobs, _ = projected_logprobs(hidden, weight, targets, Scoring(chunk=4))
+        logprobs, *_ = projected_logprobs(hidden, weight, targets, Scoring(chunk=4))
         (logprobs * upstream).sum().backward()
     assert seen.elements == 4 * VOCAB

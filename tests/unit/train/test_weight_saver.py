@@ -54,7 +54,7 @@ class Actor:
         layout = SimpleNamespace(world_size=4)
         self.groups = SimpleNamespace(rank=1, mesh=SimpleNamespace(layout=layout))
         self.engine: Any = self
-        self.settings = SimpleNamespace(lora=SimpleNamespace(rank=0))
+        self.settings = SimpleNamespace(head="lm", lora=SimpleNamespace(rank=0))
         self.is_offloaded = False
 
     def export(self):

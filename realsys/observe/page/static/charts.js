@@ -22,6 +22,7 @@ function smooth(values, width) {
     return isNumber(value) && near.length ? near.reduce((a, b) => a + b, 0) / near.length : null;
   });
 }
+const isSupervised = data => !!data && (data.columns.step || []).length > 0 && !data.columns.reward; // rows of data.demos have no reward
 class Chart {
   // spec: {title, unit, format, series: [{column, label, colour}], band: [low, high], stacked, evaluations, from0, bound}
   constructor(spec, group) {
@@ -53,6 +54,7 @@ class Chart {
     const xs = [...this.steps, ...evaluations.map(e => e.step).filter(isNumber)]; // the same axis for all charts
     const values = this.values();
     this.cursor = null;
+    this.card.hidden = isSupervised(data) && !values.length;
     if (!xs.length || !values.length) {
       const none = shape("text", {x: width / 2, y: HEIGHT / 2, "text-anchor": "middle"}, "none");
       none.textContent = spec.none || "not measured yet";

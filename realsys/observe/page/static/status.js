@@ -64,18 +64,20 @@ function showTiles(live) {
     made.append(element("h2", name), element("b", value), element("span", note));
     return made;
   };
-  const done = run.evaluations.filter(e => e.held_out && isNumber(e.accuracy)), first = done.at(-1), best = done[0];
+  const judged = run.evaluations.filter(e => isNumber(e.accuracy)), sampled = judged.filter(e => e.held_out);
+  const supervised = isSupervised(drawn), done = sampled.length ? sampled : judged, first = done.at(-1), best = done[0];
   const gain = best && first && best !== first ? `${best.accuracy >= first.accuracy ? "+" : "−"}${Math.abs(100 * (best.accuracy - first.accuracy)).toFixed(1)} points since step ${first.step}` : best ? `at step ${best.step}` : "no evaluation yet";
   const steps = (drawn && drawn.columns.step) || [], some = steps.length ? steps.at(-1) - (steps.at(-11) ?? steps[0] - 1) : 0; // a point of a long run has several steps
   const over = some > 1 ? `mean of the last ${number(some)} steps` : "last step";
   const tps = lastOf("tokens_s", 10), running = live ? live.throughput.generated_tokens_per_s : null;
   $("tiles").replaceChildren(
     tile("Held-out accuracy", best ? percent(best.accuracy) : "–", gain),
-    tile("Reward", brief(lastUnbiased("reward", 10)), over),
+    supervised ? tile("Loss", brief(lastOf("loss", 10)), over) : tile("Reward", brief(lastUnbiased("reward", 10)), over),
     tile("Length", brief(lastUnbiased("length", 10)), "tokens, " + over),
-    tile("Entropy", brief(lastOf("entropy", 10)), `nats per token; KL ${brief(lastOf("kl_step", 10))}`),
+    tile("Entropy", brief(lastOf("entropy", 10)), supervised ? "nats per token" : `nats per token; KL ${brief(lastOf("kl_step", 10))}`),
     tile("Tokens/s", brief(tps), running === null ? "trained, end to end" : `trained; ${brief(running)} sampled`),
-    tile("Staleness", brief(lastOf("stale_mean", 10)), `mean; most ${brief(lastOf("stale_max"))}; bound ${run.max_staleness} when a group starts`));
+    ...(supervised ? [] : [tile("Staleness", brief(lastOf("stale_mean", 10)), `mean; most ${brief(lastOf("stale_max"))}; bound ${run.max_staleness} when a group starts`)]));
+  $("staleness").closest(".card").hidden = supervised;
 }
 const SPLIT = {wait: ["waits for batches", S3], switch: ["waits for shared devices", S2], inference: ["inference", S4], train: ["training", S1], copy: ["copies weights", S5], publish: ["publishes", S2], checkpoint: ["checkpoints", S6], other: ["plans, transfers", S6], between: ["evaluations and other pauses", S5]};
 function showSplit() {

@@ -27,6 +27,7 @@ def call(handler, role, rows):
     for number in range(rows):
         refs.append(make_ref(f"{number}/0", LENGTH, PROMPT, float(number % 2), group=number // 2))
         refs[-1].episode = number // 2
+        refs[-1].last = number % 2 == 1
         refs[-1].episode_tokens = 2 * (LENGTH - PROMPT)
         tokens = np.arange(LENGTH, dtype=np.int32)
         answer = np.zeros(LENGTH - PROMPT, np.float32)
@@ -61,10 +62,13 @@ def test_host_waits_for_no_micro_batch(train, layout, tmp_path):
     assert set(few) <= {"_local_scalar_dense", "copy to host", "copy to device"} and sum(few.values()) <= 6
 
 
-@pytest.mark.parametrize(("handler", "role"), [("critic_train", "critic"), ("sft", "actor")])
+@pytest.mark.parametrize(
+    ("handler", "role"), [("critic_train", "critic"), ("sft", "actor"), ("dpo", "actor"), ("reward_model", "actor")]
+)
 def test_host_waits_for_no_micro_batch_of_others(handler, role, tmp_path):
     folder = write_qwen(tmp_path, "1.5B", num_hidden_layers=1)
-    few, many = (waits(folder, handler, role, rows, ParallelLayout(2), {}) for rows in (4, 8))
+    train = {"ppo": {"algorithm": handler if role == "actor" else "ppo"}}
+    few, many = (waits(folder, handler, role, rows, ParallelLayout(2), train) for rows in (4, 8))
     assert few == many
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -22,13 +23,18 @@ from tests.support.run_logs import undocumented
 from tests.support.training.ppo_batch import Worker, make_batch, make_models, save_models, whole
 from tests.support.training.train_ranks import run_ranks
 
-PRESETS = sorted(path.stem for path in (Path(configs.__file__).parent / "algorithm").glob("*.yaml"))
 REFS, ARRAYS = make_batch()
 Stats = dict[str, dict[str, float]]
 
 
 def config_of(preset):
     return compose(["experiment=arith", f"algorithm={preset}", "generation.sampling.max_new_tokens=24"])
+
+
+ALL = sorted(path.stem for path in (Path(configs.__file__).parent / "algorithm").glob("*.yaml"))
+PRESETS = [
+    preset for preset in ALL if dataflow_of(config_of(preset)).rows == "rollout"
+]  # others: test_supervised_layouts
 
 
 def step(rank, device, config, folders):
@@ -89,3 +95,21 @@ def test_every_statistic_is_documented(preset, found):
     seconds = {"inf": 1.0, "train": 1.0, "total": 2.0}
     record = train_record({"tokens": 1, "answer_tokens": 1}, seconds, results)
     assert undocumented([{"kind": "train", **record}]) == set()
+
+
+def test_rewards_of_tokens_are_their_advantages(tmp_path):
+    """Distillation from an endpoint: nothing else is added, nothing taken off, and none reaches another token."""
+    folders = save_models({"actor": make_models()["actor"]}, tmp_path)
+    config, refs = config_of("distill_endpoint"), [msgspec.structs.replace(ref, reward=0.0) for ref in REFS]
+    rewards = {ref.sample_id: np.linspace(-2, 3, ref.loss_tokens, dtype=np.float32) for ref in refs}
+
+    def body(rank, device):
+        worker = Worker(rank, device, config, whole("d1", "actor"), folders)
+        worker.fill(ARRAYS)
+        worker.fill({name: {"token_rewards": values} for name, values in rewards.items()})
+        worker.call("advantages", "actor", [refs])
+        return {name: worker.data.get(name, "advantages") for name in rewards}
+
+    [advantages] = run_ranks(1, body, config)
+    for name, values in rewards.items():
+        np.testing.assert_array_equal(advantages[name], values)

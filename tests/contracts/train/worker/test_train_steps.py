@@ -50,9 +50,9 @@ def make_batch(groups=4):
     return refs, arrays
 
 
-def call(role, interface, minibatches, **args):
+def call(role, interface, minibatches, *, version=0, **args):
     """The call's statistics."""
-    request = MfcRequest(interface, "actor", interface, 0, 0, [[part] for part in minibatches], args=dict(args))
+    request = MfcRequest(interface, "actor", interface, 0, version, [[part] for part in minibatches], args=dict(args))
     return find_handler(interface).run(role, request).stats
 
 
@@ -202,7 +202,7 @@ def test_training_after_warm_up_starts_with_fresh_state(model):
         config = make_config(optimizer=optimizer, ppo={"behav_imp_weight_cap": 0.0})
         role = build_role(config, D1, rank, device, model)
         fill(role, arrays)
-        losses = [call(role, "sft", [refs], lr=1e-2)["loss"] for _ in range(25)]
+        losses = [call(role, "sft", [refs], version=-1, lr=1e-2)["loss"] for _ in range(25)]
         before = weights(role)
         call(role, "actor_inf", [refs])
         call(role, "actor_train", [refs], lr=1e-3)

@@ -203,3 +203,16 @@ def test_generated_tasks_are_checked(capsys):
         capsys, "reasoning_gym:chain_sum", "data.verifier=reasoning_gym", "data.source_args={size: 30}"
     )
     assert (code, err) == (0, "") and "layout realsys" in out and "30" not in json.dumps(err)
+
+
+def test_rows_to_learn_from_are_shown_with_their_loss(tmp_path, capsys):
+    write_char_tokenizer(tmp_path / "model", chat=True)
+    rows = [{"prompt": "1+1?", "chosen": "2", "rejected": "3"}, {"prompt": "1+1?", "chosen": "2", "rejected": ""}]
+    good, bad = jsonl(tmp_path / "good.jsonl", rows[:1]), jsonl(tmp_path / "bad.jsonl", rows)
+    algorithm = ("train.ppo.algorithm=dpo", "train.ppo.kl.coef=0", "data.eval_fraction=0")
+    code, out, _ = run(capsys, good, *algorithm, f"model.path={tmp_path / 'model'}")
+    assert code == 0 and "rows        1 train, 0 held out (data.eval_fraction=0)" in out
+    assert ">>>2<|im_end|><<<\n" in out and ">>>3<|im_end|><<<\n" in out
+    code, out, err = run(capsys, bad, *algorithm, f"model.path={tmp_path / 'model'}")
+    assert (code, out) == (2, "") and err.startswith(f"realsys: {bad}:2: rejected is empty; a line must be")
+    assert run(capsys, good, *algorithm)[0] == 2  # without a model there are no tokens

@@ -322,7 +322,7 @@ def test_launcher_accepts_the_shipped_experiments():
 @pytest.mark.parametrize(
     ("overrides", "field", "problem"),
     [
-        (["rollout.agent=nobody"], "rollout.agent", "unknown agent: use one of multi_turn, single_turn"),
+        (["rollout.agent=nobody"], "rollout.agent", "unknown agent: use one of distill, multi_turn, single_turn"),
         (["rollout.agent=no_such_module:Agent"], "rollout.agent", "no module named 'no_such_module'"),
         (["rollout.agent=json:JSONDecoder"], "rollout.agent", "is not an agent: the class lacks run"),
         (["rollout.agent_args.turns=3"], "rollout.agent_args", "do not fit multi_turn"),

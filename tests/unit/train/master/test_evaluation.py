@@ -247,7 +247,7 @@ def test_only_held_out_failure_before_training_ends(eval_id, name, ends):
 
         master._sets = {name: dataclasses.replace(HELD_OUT_SET, name=name)}
         master._records, master._status, master._log = list, SimpleNamespace(enter=enter), logged
-        master._parts = SimpleNamespace(evaluations=evaluations(Failing(ready())))
+        master._parts = SimpleNamespace(evaluations=evaluations(Failing(ready())), rows=None)
         problem = "'before': 2 of 2 failed, the last one: AgentError: stuck"
         with pytest.raises(StuckError, match=problem) if ends else nullcontext():
             await master._evaluate(eval_id, 0)

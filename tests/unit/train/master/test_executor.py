@@ -30,6 +30,7 @@ from realsys.model_calls import (
     TransferRequest,
 )
 from realsys.train.master.executor import GraphExecutor, Ownership
+from realsys.train.master.learned_rows import LearnedRows
 from realsys.train.master.model_workers import ModelWorkers
 from realsys.train.master.step import Warmup, WarmupParts, plan_roles
 from realsys.train.master.step_statistics import batch_statistics
@@ -327,10 +328,9 @@ def test_actor_plan_balances_computed_rows():
 class DemoWorkers(SimulatedWorkers):
     """Simulated workers that also load demonstrations."""
 
-    def load_demos(self, head, indices):
+    def load_rows(self, head, lines, split):
         samples = []
-        for index in indices:
-            sample_id = f"demo/{head}/{len(self.held[head])}/{index}"
+        for sample_id in lines:
             samples.append(SampleMeta(sample_id, sample_id, 0, 8, 3, 0.0, False, 0, 0, head))
             self.held[head] |= {(key, sample_id) for key in ("tokens", "loss_mask")}
         future = asyncio.get_running_loop().create_future()
@@ -348,9 +348,10 @@ def test_warmup_rates_match_table():
         workers.report = {call.name: {"stats": {"loss": 1.0}} for call in flow.calls}
         executor = GraphExecutor(flow, meshes, workers)
         step_log: Any = records
-        parts = WarmupParts(meshes[ACTOR], token_costs, workers, executor, step_log)
+        rows = LearnedRows(workers, meshes[ACTOR], lines=10, held_out=0, batch=4, seed=1)
+        parts = WarmupParts(rows, meshes[ACTOR], token_costs, workers, executor, step_log)
         async with workers.serving():
-            await Warmup(config.warmup, parts, demos=10, seed=1).run()
+            await Warmup(config.warmup, parts).run()
         assert not any(workers.held.values())
         return [sent.payload for sent in workers.sent if isinstance(sent.payload, MfcRequest)]
 

@@ -1,6 +1,7 @@
 """Publication next to damaged versions, and next to folders that cannot be removed."""
 
 import asyncio
+import json
 import logging
 import shutil
 from contextlib import closing
@@ -29,13 +30,14 @@ from tests.support.streams.weight_ranks import WeightRanks
 class Trial:
     """Publishes versions of which each changes one tensor of two, and so refers to the one before."""
 
-    def __init__(self, tmp_path, *, keep=2, incarnation="0001"):
+    def __init__(self, tmp_path, *, keep=2, incarnation="0001", served=True):
         self.root, model, self._incarnation = tmp_path / "weights", tmp_path / "model", incarnation
         model.mkdir(exist_ok=True)
         self._writer, self._store = DiskWriter(ShardWriter()), MemoryNameStore()
         weights = DiskPublisher(PublisherParts(self.root, model, incarnation), keep)
         key = VersionKey(self._store, "model_version")
-        self.publisher = Publisher(weights, WeightRanks(self._save), key, incarnation=incarnation)
+        self.ranks = WeightRanks(self._save)
+        self.publisher = Publisher(weights, self.ranks, key, incarnation=incarnation, served=served)
 
     def tensors(self, version):
         return {"frozen": torch.arange(64.0), "trained": torch.full((64,), float(version))}
@@ -54,6 +56,9 @@ class Trial:
 
     def versions(self):
         return [version for version, _, _ in m.complete_versions(self.root)]
+
+    def published(self):
+        return json.loads(self._store.get("model_version"))["version"]
 
     def check(self, version):
         staged = stage(self.folder(version), version).tensors
@@ -285,3 +290,34 @@ def test_pinned_version_outlives_its_trainer(trial, tmp_path, caplog):
     asyncio.run(after.publisher.publish(6, 6))
     assert not trial.folder(2).exists()
     after.close()
+
+
+def test_version_that_no_server_loads_is_written_for_an_export(tmp_path):
+    """The versions count all the same; the ranks copy nothing for those that are not written."""
+    trial = Trial(tmp_path, served=False)
+    for version in (0, 1, 2):
+        trial.publish(version)
+    assert trial.versions() == [] and trial.ranks.copied == [] and trial.published() == 2
+    for name in ("a", "b"):
+        asyncio.run(trial.publisher.export(tmp_path / name))
+    assert trial.versions() == [2] and trial.ranks.copied == [2], "an export of the same version finds it"
+    [file] = (tmp_path / "b").glob("*.safetensors")
+    assert torch.equal(load_file(file)["trained"], torch.full((64,), 2.0))
+    trial.publish(3)
+    asyncio.run(trial.publisher.export(tmp_path / "c"))
+    assert m.load_manifest(trial.folder(3)).needs == [] and trial.published() == 3
+    trial.check(3)
+    trial.close()
+
+
+def test_record_gets_checksums_without_a_written_version(tmp_path):
+    trial = Trial(tmp_path, served=False)
+    taken = []
+
+    async def publish():
+        await trial.publisher.begin(1, 1, lambda version, replies: taken.append((version, replies[0].checksums)))
+        await trial.publisher.finish()
+
+    asyncio.run(publish())
+    assert taken == [(1, {"weight": "1"})] and trial.versions() == []
+    trial.close()
