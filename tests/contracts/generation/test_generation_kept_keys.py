@@ -3,11 +3,14 @@
 The reference is transformers, with the keys of a prefix from one model and the rest from another.
 """
 
+import asyncio
+
 import numpy as np
 import pytest
 import torch
 
 from realsys.generation.client import SamplingSpec
+from realsys.generation.completion import Completion
 from tests.support.serving.generation_models import chosen
 from tests.support.serving.generation_servers import BOUND_S, PROMPT, Crowd, check, drive, keeping, publish, samples
 
@@ -109,17 +112,21 @@ def test_kept_keys_are_reused_within_the_bound(server):
 
 
 def test_running_completions_continue_on_kept_keys(server):
-    """With reuse bound 0 the next turn does not use them."""
+    """With reuse bound 0 the next turn does not use them.
+
+    On a busy machine all completions may end before the update: it is made again until one crosses it.
+    """
 
     async def test(client):
         with keeping(server, 0):
-            await update(client, server, 0)
-            crowd = await Crowd.decoding(client, server.url)
-            await update(client, server, 1)
-            answers = await crowd.finish()
-            crossed = [answer for answer in answers if set(answer.versions.tolist()) == {0, 1}]
-            crossed = [answer for answer in crossed if cached(server, before_update(answer))]
-            assert crossed
+            crossed: list[Completion] = []
+            async with asyncio.timeout(BOUND_S):
+                while not crossed:
+                    await update(client, server, 0)
+                    crowd = await Crowd.decoding(client, server.url)
+                    await update(client, server, 1)
+                    answers = crossing(await crowd.finish())
+                    crossed = [answer for answer in answers if cached(server, before_update(answer))]
             for answer in crossed:
                 assert set(answer.kv_versions.tolist()) == {0}
                 check_continued(server, answer)
@@ -134,19 +141,26 @@ def test_running_completions_continue_on_kept_keys(server):
 def test_update_in_a_pause_keeps_the_keys(server):
     async def test(client):
         with keeping(server, 0):
-            await update(client, server, 0)
-            crowd = await Crowd.decoding(client, server.url)
-            await client.pause(server.url, "in_place")
-            await update(client, server, 1)
-            crowd.dismiss()
-            await client.resume(server.url)
-            answers = await crowd.finish()
-            assert any(set(answer.versions.tolist()) == {0, 1} for answer in answers)
+            answers: list[Completion] = []
+            async with asyncio.timeout(BOUND_S):
+                while not crossing(answers):
+                    await update(client, server, 0)
+                    crowd = await Crowd.decoding(client, server.url)
+                    await client.pause(server.url, "in_place")
+                    await update(client, server, 1)
+                    crowd.dismiss()
+                    await client.resume(server.url)
+                    answers = await crowd.finish()
             for answer in answers:
                 oldest = answer.versions if answer.kv_versions is None else answer.kv_versions
                 assert (oldest <= answer.versions).all() and oldest.min() >= 0
 
     drive(test)
+
+
+def crossing(answers):
+    """Return the answers that began with version 0 and ended with version 1."""
+    return [answer for answer in answers if set(answer.versions.tolist()) == {0, 1}]
 
 
 def before_update(answer):

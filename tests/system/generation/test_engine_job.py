@@ -35,9 +35,10 @@ def test_server_gets_every_version(job):
 
 
 def test_every_version_came_by_group(job):
-    """No byte of weights was written."""
+    """No byte of weights was written. A server that is busy passes over a version that a newer one has overtaken."""
     logs = "".join(path.read_text() for path in job.paths.logs.glob("model_worker*"))
-    assert set(re.findall(r"of v0*(\d+)\.\S+ is sent to server-0", logs)) == {str(step) for step in range(STEPS + 1)}
+    sent = {int(version) for version in re.findall(r"of v0*(\d+)\.\S+ is sent to server-0", logs)}
+    assert {0, STEPS} <= sent <= set(range(STEPS + 1))
     shards = list(job.paths.weights().glob("*/*.safetensors"))
     assert shards and all(path.is_symlink() for path in shards)
 
