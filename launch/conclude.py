@@ -245,12 +245,7 @@ def _facts(summary: Summary) -> Iterator[tuple[str, str]]:
         if record.get("eval_id") == "after" and accuracy["after"] is not None:
             yield "held-out accuracy", _gain(accuracy["before"], accuracy["after"], record)
         elif record.get("eval_id") == id_of_set("after", DEMOS):
-            before = evaluations.get(id_of_set("before", DEMOS), {})
-            courses = [
-                f"{name} {fmt(before.get(name), spec)} -> {fmt(record.get(name), spec)}"
-                for name, spec in (("loss", ".3f"), ("accuracy", ".1%"))
-            ]
-            yield "held-out rows", f"{', '.join(courses)} on {asked(record)}"
+            yield "held-out rows", _course(evaluations.get(id_of_set("before", DEMOS), {}), record)
         elif str(record.get("eval_id")).partition(".")[0] == "after" and record.get("complete") is not None:
             yield f"evaluation {record['eval_id']}", headline(record)
     if metrics := _metrics([record for record in summary["evaluations"] if is_held_out(record)]):
@@ -306,6 +301,13 @@ def _gain(before: float | None, after: float, record: Record) -> str:
     points = "" if before is None else f" ({percentage(after) - percentage(before):+} points)"
     text = f"{fmt(before, '.1%')} -> {percent(after)}{margin(record)}{points} on {asked(record)}"
     return ", ".join([text, *further(record)])
+
+
+def _course(before: Record, after: Record) -> str:
+    """Return loss and accuracy on the held-out rows of a supervised run, before and after it."""
+    fields = (("loss", ".3f"), ("accuracy", ".1%"))
+    courses = [f"{name} {fmt(before.get(name), spec)} -> {fmt(after.get(name), spec)}" for name, spec in fields]
+    return f"{', '.join(courses)} on {asked(after)}"
 
 
 def _metrics(evaluations: Sequence[Mapping[str, Any]]) -> str:

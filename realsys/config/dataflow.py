@@ -44,6 +44,8 @@ NO_LORA = LoraConfig()
 #: where the rows of a step come from: agents, or the lines of ``data.demos``, which are responses to imitate or pairs
 #: of a chosen and a rejected one
 Rows = Literal["rollout", "demonstrations", "preferences"]
+#: handlers that train and obey the argument ``measure``
+_MEASURING = frozenset({"sft", "dpo", "reward_model"})
 #: algorithm whose actor has a value head
 REWARD_MODEL = "reward_model"
 
@@ -284,6 +286,11 @@ def check_calls(flow: Dataflow) -> None:
 def is_supervised(config: Config) -> bool:
     """Return True if the run learns from rows of ``data.demos``, and agents play for evaluations only."""
     return dataflow_of(config).rows != "rollout"
+
+
+def can_measure(flow: Dataflow) -> bool:
+    """Return True if all calls that train can compute their statistics alone. A handler of the user would train."""
+    return all(call.handler in _MEASURING for call in flow.calls if call.trains)
 
 
 def takes_prompts(config: Config) -> bool:

@@ -110,7 +110,7 @@ class DriftWatch:
     def observe(self, record: Record) -> list[str]:
         """Return the warnings that ``record`` is the first to give."""
         stats = dict(record.get("stats") or {})
-        if "reward_mean" not in record:  # demonstrations: certainty is what they teach
+        if "reward_mean" not in record:  # demonstrations teach certainty
             stats.pop("entropy_mean", None)
         found = {name: text for name, text in self._found(stats).items() if text}
         new = [f"step {record.get('step')}: {text}" for name, text in found.items() if name not in self._warned]

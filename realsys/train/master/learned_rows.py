@@ -33,6 +33,7 @@ class LearnedRows:
         self.lines = lines
         self._batch = batch
         self._seed = seed
+        self._order = (-1, np.zeros(0, np.int64))  # of the epoch that was asked for last
         self._upcoming: dict[int, asyncio.Task[list[list[SampleMeta]]]] = {}
 
     async def take(self, number: int, last: int) -> list[list[SampleMeta]]:
@@ -64,8 +65,9 @@ class LearnedRows:
         position = number * self._batch
         while len(indices) < self._batch:
             epoch, offset = divmod(position + len(indices), self.lines)
-            order = np.random.default_rng([self._seed, epoch]).permutation(self.lines)
-            indices.extend(int(i) for i in order[offset : offset + self._batch - len(indices)])
+            if epoch != self._order[0]:  # made once: with millions of lines it takes a while
+                self._order = epoch, np.random.default_rng([self._seed, epoch]).permutation(self.lines)
+            indices.extend(int(i) for i in self._order[1][offset : offset + self._batch - len(indices)])
         return indices
 
     async def _load(self, name: str, indices: Sequence[int], split: str) -> list[list[SampleMeta]]:

@@ -24,7 +24,7 @@ from realsys.cluster.stream.master_stream import MasterStream, RoutedStream
 from realsys.cluster.topology import Mesh, place, routing_table
 from realsys.cluster.worker import WorkerContext
 from realsys.config.allocation import ACTOR, has_servers, parse_allocation
-from realsys.config.dataflow import Dataflow, dataflow_of, is_supervised, role_settings, saved_roles
+from realsys.config.dataflow import Dataflow, can_measure, dataflow_of, is_supervised, role_settings, saved_roles
 from realsys.config.doors import LOOP
 from realsys.config.evaluation_sets import DEMOS, evaluation_sets, id_of_set
 from realsys.config.paths import TrialPaths
@@ -416,8 +416,8 @@ def learned_rows(ctx: WorkerContext, tokenizer: TextTokenizer, workers: ModelWor
     config = ctx.config
     data = learning_data(config, ctx.paths, tokenizer)
     batch = config.train.batch_groups if is_supervised(config) else config.warmup.batch
-    sizes = {"lines": data.size(TRAIN), "held_out": data.size(HELD_OUT)}
-    return LearnedRows(workers, mesh, **sizes, batch=batch, seed=config.seed)
+    held_out = data.size(HELD_OUT) if can_measure(dataflow_of(config)) else 0
+    return LearnedRows(workers, mesh, lines=data.size(TRAIN), held_out=held_out, batch=batch, seed=config.seed)
 
 
 def _build_publisher(ctx: WorkerContext, workers: ModelWorkers) -> Publisher:

@@ -9,6 +9,7 @@ from realsys.config.dataflow import (
     KV_VERSIONS,
     Dataflow,
     FunctionCall,
+    can_measure,
     check_calls,
     dataflow_of,
     role_settings,
@@ -262,3 +263,9 @@ def test_a_checkpoint_has_what_no_directory_has():
     assert saved("warmup.steps=0") == ["actor", "critic"]
     assert saved("warmup.steps=1") == ["actor", "critic", "ref"], "the reference is the warmed-up actor"
     assert saved("warmup.steps=1", "roles.ref.path=/models/ref") == ["actor", "critic"]
+
+
+@pytest.mark.parametrize(("handler", "measures"), [("sft", True), ("my_module:Mine", False)])
+def test_held_out_rows_are_not_given_to_a_handler_that_would_train_on_them(handler, measures):
+    call = FunctionCall("sft", "actor", handler, frozenset({"tokens"}), trains=True)
+    assert can_measure(Dataflow([call], {"tokens"}, "demonstrations")) == measures
