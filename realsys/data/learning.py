@@ -90,8 +90,8 @@ class LearningData:
     def check(self, *, longest: int, prompt: int = 0, response: int = 0) -> LearningCheck:
         """Tokenise everything once. Raises DataError for the first line that cannot be learned.
 
-        ``longest``: tokens of a line, both rows of a pair together. ``prompt`` and ``response``: of a single response,
-        0 for no limit of its own.
+        ``longest``: tokens of a line, both rows of a pair together. ``prompt`` and ``response``: of a single response;
+        0: no limit.
         """
         lengths = array("q")
         digest = hashlib.blake2b(digest_size=16)

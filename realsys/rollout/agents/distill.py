@@ -47,7 +47,7 @@ log = logging.getLogger(__name__)
 KEY = "teacher"  # key of a dataset row that names its teacher
 FIRST_DELAY_S, LAST_DELAY_S = 0.5, 10.0  # pauses of a teacher that is away
 _GENERATE = "/generate"  # SGLang's own route
-_REPLY_BYTES = 1 << 20, 1 << 10  # of a reply: at most, and for each token
+_REPLY_BYTES = 1 << 20, 1 << 10  # that a reply may have, and further ones for each token
 _FIELD = "rollout.agent_args"
 
 
@@ -154,7 +154,7 @@ class Teacher:
     async def logprobs(self, tokens: list[int], begin: int) -> F32:
         """Return the teacher's log-probs of ``tokens[begin:]``, each after all tokens before it; ``begin`` above 0.
 
-        Raises RewardError if there are none, StuckError if there will not be any.
+        Raises RewardError if it sends none, StuckError if it will never send any.
         """
         problem, fatal = "no answer", False
         async with self._places:
