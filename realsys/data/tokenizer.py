@@ -89,7 +89,7 @@ class TextTokenizer:
         )
 
     def _end_of_turn(self) -> int | None:
-        """Return the special token that the chat template writes behind the text of an assistant, if it does."""
+        """Return the special token that ends the turn of an assistant in the chat template, if one does."""
         if self._chat is None:
             return None
         try:
@@ -97,7 +97,9 @@ class TextTokenizer:
             behind = self._chat.render(turns, prompt=False).rpartition("b")[2].strip()
         except DataError:
             return None
-        return next((number for number, token in self._added.items() if token and behind.startswith(token)), None)
+        first = next((number for number, token in self._added.items() if token and behind.startswith(token)), None)
+        # A template may close the text in a token of its own before it ends the turn.
+        return next((number for number in self.eos_token_ids if self.decode([number]) in behind), first)
 
     @cached_property
     def _turn_ends(self) -> list[str]:

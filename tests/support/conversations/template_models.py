@@ -70,6 +70,10 @@ TEMPLATES = {
         "{% for m in messages %}{{ '<|' + m.role + '|>\\n' + (m.content or '') }}{% endfor %}"
         "{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}{# <|user|> <|system|> #}"
     ),
+    # an answer is closed by a token of its own before the turn ends
+    "closes_answers": CHATML.replace(
+        "(m.content or '')", "(m.content or '') + ('<|END_RESPONSE|>' if m.role == 'assistant' else '')"
+    ),
     # only lists of parts are shown
     "wants_parts": (
         "{% for m in messages %}{{ m.role|capitalize + ': ' }}{% for p in m.content %}{% if p.type == 'text' %}"
