@@ -60,7 +60,7 @@ export REALSYS_DAY ?= $(shell date +%-j)
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup sglang-cpu vllm-cpu agents-env verifiers-env run smol test test-processes test-train test-jobs test-all agents-test trackers-test sglang-test vllm-test multihost-test slurm-test ray-test data-test python-test gpu-test chaos lint format docs site pictures bench clean
+.PHONY: help setup sglang-cpu vllm-cpu agents-env verifiers-env run smol test test-processes test-train test-jobs test-all agents-test trackers-test sglang-test vllm-test multihost-test slurm-test ray-env ray-test data-test python-test gpu-test chaos lint format docs site pictures bench clean
 
 help:  ## print this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -179,8 +179,10 @@ trackers-test: setup $(TRACKERS_VENV)/.installed  ## run the tests of the tracke
 multihost-test: setup  ## run jobs over network namespaces whose network fails; needs root, iproute2 and etcd
 	$(PY) -m pytest tests/multihost -n 3 -rs --durations=5 $(ARGS)
 
-ray-test: setup  ## run the tests of the Ray launcher, on a Ray cluster of three nodes on this machine
+ray-env: setup
 	@$(PY) -c 'import ray' 2>/dev/null || .ci/install $(VENV) $(PIP_ARGS) -c constraints.txt -e '.[dev,ray]'
+
+ray-test: ray-env  ## run the tests of the Ray launcher, on a Ray cluster of three nodes on this machine
 	REALSYS_PACKAGES=1 $(PY) -m pytest tests/ray -ra --durations=5 $(ARGS)
 
 # Of trl only the chat templates of published models are read; it is not imported.
