@@ -1,0 +1,1 @@
+"""The training service, which speaks the Tinker protocol: `realsys serve`."""
