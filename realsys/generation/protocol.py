@@ -120,12 +120,24 @@ def not_default(params: SamplingParams) -> dict[str, Any]:
     return {name: value for name, default in defaults if (value := getattr(params, name)) != default}
 
 
+class AdapterWeights(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Weights of one request that are not those in training: a version that the weight transport has under ``locator``.
+
+    ``key``: name of these weights, the same for all their requests. ``version`` is in the reply.
+    """
+
+    key: str
+    version: int
+    locator: str
+
+
 class GenerateRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Body of /generate. ``rid`` names the request for /abort_request; the server chooses one if it is empty.
 
     ``progress_s`` is not part of SGLang's API: a reply that takes longer begins with a ProgressLine for every
     ``progress_s`` seconds in which something moved; 0: no lines. With ``stream``, which also needs ``progress_s``,
-    there is a line as soon as there are new tokens; SGLang has another form of stream.
+    there is a line as soon as there are new tokens; SGLang has another form of stream. ``adapter`` is not
+    part of SGLang's API: the weights that sample this request; None: those that the server has loaded.
     """
 
     input_ids: list[int]
@@ -134,6 +146,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rid: str = ""
     progress_s: float = 0.0
     stream: bool = False
+    adapter: AdapterWeights | None = None
 
 
 class Finish(msgspec.Struct, omit_defaults=True):

@@ -153,3 +153,67 @@ class LoadRecordRequest(msgspec.Struct):
     """
 
     directory: str
+
+
+# ---- tenants of the training service
+
+
+class SwitchTenantRequest(msgspec.Struct):
+    """Make ``tenant`` the one that the trained role computes for; the state of the one before is kept in host memory.
+
+    A tenant that the rank does not know starts with an adapter drawn with ``seed``, fresh optimizer state and no
+    gradients. ``drop``: tenants to forget first.
+    """
+
+    role: str
+    tenant: str
+    seed: int = 0
+    drop: list[str] = []
+
+
+class ClientRows(msgspec.Struct):
+    """Rows of a client: name -> its arrays as bytes, of the types of ``realsys.serve.contract.ClientRow``."""
+
+    tokens: dict[str, bytes]
+    loss_mask: dict[str, bytes]
+    logprobs: dict[str, bytes]
+    advantages: dict[str, bytes]
+
+
+class AddRowsRequest(msgspec.Struct):
+    """Store rows of a client on this DP head, under their names. The reply is their metadata (SamplesArrived)."""
+
+    rows: ClientRows
+
+
+class StepTenantRequest(msgspec.Struct):
+    """Take one optimizer step of the current tenant with its gradients, which are zero afterwards.
+
+    ``weight_decay``: decoupled; ``grad_clip_norm``: 0: none.
+    """
+
+    role: str
+    learning_rate: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    grad_clip_norm: float
+
+
+class StepTenantReply(msgspec.Struct):
+    """``grad_norm`` over all ranks, before clipping. ``applied`` False: it is zero or not finite, nothing changed."""
+
+    grad_norm: float
+    applied: bool
+
+
+class LoadTenantRequest(msgspec.Struct):
+    """Replace the current tenant's adapter by that in a checkpoint, with ``optimizer`` its state, too.
+
+    Gradients are zero afterwards; without ``optimizer`` the optimizer's state is fresh.
+    """
+
+    role: str
+    directory: str
+    optimizer: bool = True
