@@ -265,8 +265,16 @@ def prepare(root: Path, step: int, incarnation: str = "") -> Path:
     return CHECKPOINT.prepare(root / ".".join(filter(None, (final.name, incarnation, "tmp"))))
 
 
-def commit(tmp: Path, state: CheckpointState, stems: Sequence[str], check_alive: CheckAlive = unleased) -> Path:
-    """Turn a ``.tmp`` folder with the files of ``stems`` into a checkpoint; return its final folder.
+def commit(
+    tmp: Path,
+    state: CheckpointState,
+    stems: Sequence[str],
+    check_alive: CheckAlive = unleased,
+    final: Path | None = None,
+) -> Path:
+    """Turn a ``.tmp`` folder with the files of ``stems`` into a checkpoint; return its folder ``final``.
+
+    Without ``final`` it is that of the step among the checkpoints of the trial.
 
     Every rank has synced its two files already. Raises CheckpointError if one is missing or is not
     what its writer says, or if state.json cannot be written; the folder then stays ``.tmp`` and is
@@ -283,7 +291,7 @@ def commit(tmp: Path, state: CheckpointState, stems: Sequence[str], check_alive:
         CHECKPOINT.check_size(tmp / files.data_file(stem), index.file)
         listed[files.data_file(stem)] = index.file
         listed[path.name] = FileInfo(len(data), checksum_of(data))
-    final = tmp.with_name(files.directory_name(state.step))
+    final = final or tmp.with_name(files.directory_name(state.step))
     CHECKPOINT.commit(tmp, final, msgspec.structs.replace(state, files=listed), check_alive)
     failpoint("checkpoint.complete", final)
     return final

@@ -29,6 +29,7 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 
 from realsys.cluster.aio import on_disk
+from realsys.cluster.commit_folder import Removed
 from realsys.cluster.failpoint import failpoint
 from realsys.cluster.lease import CheckAlive, unleased
 from realsys.cluster.names.contract import NameStore
@@ -113,6 +114,27 @@ class VersionsInUse:
         """Add a version that has just been published."""
         self._locators[version] = locator
 
+    async def snapshot(self) -> tuple[int, str]:
+        """Write the weights that the ranks have now for single requests; return the version, and its locator.
+
+        The version in training stays the newest one, to which the new version refers.
+        """
+        await self.finish()
+        assert self.newest is not None
+        self._snapshots += 1
+        version = self.newest.version + self._snapshots
+        await self._workers.copy_weights(CopyWeightsRequest(ACTOR, version))
+        base = await self._on_disk(version, self._base)
+        committed, _ = await self._write(version, self.newest.step, base)
+        return version, committed.locator
+
+    async def keep_snapshots(self, locators: Sequence[str]) -> None:
+        """Keep these snapshots, and delete the others but the newest; the version in training stays."""
+        assert self.newest is not None
+        in_use = [*self._in_use.locators(), *locators]
+        removed = await self._on_disk(self.newest.version, lambda: self._weights.prune(in_use))
+        self._log_once(removed.problems)
+
     def keep(self, versions: Sequence[int], pins: Iterable[PublishedVersion] = ()) -> None:
         """Keep ``versions``, as the manager names them, and all newer ones: a server may begin those at any moment.
 
@@ -140,12 +162,15 @@ class Publisher:
         transport: str = "disk",
         timeout_s: float = 1800.0,
         served: bool = True,
+        snapshots: bool = False,
     ) -> None:
         """``weights``: the transport's publisher; ``timeout_s``: bound on each of its calls.
 
-        ``served``: False if the run has no servers.
+        ``served``: False if the run has no servers. ``snapshots``: the run has some, and deletes versions only in
+        ``keep_snapshots``: before, it does not know those of earlier trainers.
         """
         self._served = served
+        self._has_snapshots = snapshots
         self._weights = weights
         self._workers = workers
         self._version_key = key
@@ -155,6 +180,7 @@ class Publisher:
         self.newest: PublishedVersion | None = None
         self._logged: set[str] = set()  # locators whose problem has been logged
         self._in_use = VersionsInUse()
+        self._snapshots = 0  # versions that were written for single requests
         self._repairs = 0  # times that the newest version was written again
         self._verified = False  # the newest version has been read, and is good
         self._running: asyncio.Task[None] | None = None  # the last publication, until its end was seen
@@ -232,7 +258,9 @@ class Publisher:
         self._repairs = 0
         self._verified = False
         in_use = self._in_use.locators()
-        removed = await self._on_disk(version, lambda: self._weights.prune(in_use))
+        removed = Removed()
+        if not self._has_snapshots:
+            removed = await self._on_disk(version, lambda: self._weights.prune(in_use))
         self._log_once(removed.problems)
         log.info(
             "published version %d (%s) in %.3f s, %.1f of %.1f MB written, pruned %d",

@@ -432,4 +432,5 @@ def _build_publisher(ctx: WorkerContext, workers: ModelWorkers) -> Publisher:
         transport=config.weights.transport,
         timeout_s=config.cluster.request_timeout_s,
         served=has_servers(config),
+        snapshots=config.train.loop == SERVE,
     )
