@@ -26,7 +26,7 @@ def serve(ctx: WorkerContext) -> None:
     from realsys.generation.server import Changes, StopServing, build_app, keep_registered, stop_serving
     from realsys.generation.weight_folder import FolderWriter
     from realsys.weights.contract import ReaderParts, build_transport
-    from realsys.weights.host_reader import CopyService
+    from realsys.weights.host_reader import CopyService, HostReader
 
     config = ctx.config
     model_path = ctx.paths.base_model(config)
@@ -47,6 +47,7 @@ def serve(ctx: WorkerContext) -> None:
         on_change=changes.put,
         on_stop=ctx.on_stop,
         span=span,
+        read=reader.read if isinstance(reader, HostReader) else None,
     )
     build = make_backend(config).build
     engine = LentEngine(build, parts) if ctx.name in lent_servers(config) else build(parts)

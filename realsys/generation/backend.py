@@ -24,7 +24,7 @@ from realsys.config.backend_rules import BackendRules, backend_rules
 from realsys.config.schema import Config
 from realsys.errors import GenerationError
 from realsys.generation.completion import Completion
-from realsys.generation.protocol import PauseMode, SamplingParams, ServerInfo, UpdateResult
+from realsys.generation.protocol import AdapterWeights, PauseMode, SamplingParams, ServerInfo, UpdateResult
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 #: reason why an update is refused
 ASLEEP = "the engine sleeps and has no memory for weights: wake it first"
+#: reason why a request with an adapter is refused
+NO_ADAPTERS = "this server samples only from the weights that it has loaded: leave adapter out (docs/generation.md)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +101,13 @@ class LoadVersion(Protocol):
         """
 
 
+class ReadVersion(Protocol):
+    """Reader of any version, older or newer, into memory of its own. Another thread may stage meanwhile."""
+
+    def __call__(self, locator: str, version: int) -> Staged:
+        """Return the weights of ``version``, verified. Raises WeightsError."""
+
+
 @dataclass(frozen=True, slots=True)
 class Materialised:
     """A verified version as a plain HF directory, until the engine calls ``release``. ``timings`` in seconds.
@@ -153,11 +162,19 @@ class GenerationEngine(Protocol):
         """Stop; every caller that waits for a completion gets a retryable error."""
 
     def generate(
-        self, rid: str, input_ids: Sequence[int], params: SamplingParams, *, stream: bool = False
+        self,
+        rid: str,
+        input_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        stream: bool = False,
+        adapter: AdapterWeights | None = None,
     ) -> Future[list[Completion]]:
         """Sample ``params.n`` completions of one prompt.
 
         ``stream``: a caller waits for each token (``snapshot``), so they must be shown as they are sampled.
+        ``adapter``: the weights that sample, whose version the completions have; None: those that the engine has
+        loaded. An engine that has no others refuses it (``refuse_adapter``).
         """
 
     def snapshot(self, rid: str, beyond: int = -1) -> Future[RequestSnapshot | None]:
@@ -201,6 +218,12 @@ class GenerationEngine(Protocol):
         """Return limits, load and counters: a snapshot, or a future if the engine must request it."""
 
 
+def refuse_adapter(adapter: AdapterWeights | None) -> None:
+    """Raise GenerationError if a request has an adapter."""
+    if adapter is not None:
+        raise GenerationError(NO_ADAPTERS)
+
+
 @dataclass(frozen=True, slots=True)
 class NodeSpan:
     """Nodes of one server: the rank of this one, their number, and the ``host:port`` at which its parts meet."""
@@ -241,6 +264,7 @@ class EngineParts:
     on_change    receives the changes of the engine; the server is registered after the first Change(serial)
     on_stop      registers a function that another thread calls when the process must stop
     span         nodes of this server, of which this is the first. A folder that ``materialise`` writes is seen by all
+    read         reads and verifies any version, for a request with an adapter; None: the transport cannot
     """
 
     config: Config
@@ -251,6 +275,7 @@ class EngineParts:
     on_change: Callable[[Change], None]
     on_stop: Callable[[Callable[[], None]], None]
     span: NodeSpan = ONE_NODE
+    read: ReadVersion | None = None
 
 
 class Backend(BackendRules, ABC):

@@ -29,6 +29,7 @@ from realsys.generation.protocol import (
     UNNAMED,
     UNSYNCED,
     Acknowledged,
+    AdapterWeights,
     CompletionReply,
     ModelInfo,
     PauseMode,
@@ -102,12 +103,13 @@ class GenerationClient:
         rid: str,
         seed: int,
         received: Received | None = None,
+        adapter: AdapterWeights | None = None,
     ) -> list[Completion]:
         """Sample ``spec.n`` completions. Completion k of a seed does not depend on the load of the server.
 
-        ``received`` collects tokens that arrive before the reply; with ``on_tokens`` they arrive as they are sampled,
-        unless ``progress_s`` is 0. Raises GenerationError, ``retryable`` unless the
-        request itself is wrong.
+        ``adapter``: the weights that sample; None: those that the server has loaded. ``received`` collects tokens that
+        arrive before the reply; with ``on_tokens`` they arrive as they are sampled, unless ``progress_s`` is 0. Raises
+        GenerationError, ``retryable`` unless the request itself is wrong.
         """
         received = received or Received(spec.n)
         body = {
@@ -116,6 +118,8 @@ class GenerationClient:
             "return_logprob": True,
             "rid": rid,
         }
+        if adapter is not None:  # a server that is not ours knows no such field
+            body["adapter"] = msgspec.structs.asdict(adapter)
         if self._progress_s:
             body["progress_s"] = self._progress_s
             if received.on_tokens is not None:

@@ -18,7 +18,14 @@ from realsys.cluster.failpoint import failpoint
 from realsys.errors import GenerationError
 from realsys.generation.backend import ASLEEP, Change, EngineParts, GenerationEngine, RequestSnapshot
 from realsys.generation.completion import Completion
-from realsys.generation.protocol import UNSYNCED, PauseMode, SamplingParams, ServerInfo, UpdateResult
+from realsys.generation.protocol import (
+    UNSYNCED,
+    AdapterWeights,
+    PauseMode,
+    SamplingParams,
+    ServerInfo,
+    UpdateResult,
+)
 
 Build = Callable[[EngineParts], GenerationEngine]
 
@@ -95,9 +102,15 @@ class LentEngine:
     # ---- calls that need an engine
 
     def generate(
-        self, rid: str, input_ids: Sequence[int], params: SamplingParams, *, stream: bool = False
+        self,
+        rid: str,
+        input_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        stream: bool = False,
+        adapter: AdapterWeights | None = None,
     ) -> Future[list[Completion]]:
-        return self._made().generate(rid, input_ids, params, stream=stream)
+        return self._made().generate(rid, input_ids, params, stream=stream, adapter=adapter)
 
     def snapshot(self, rid: str, beyond: int = -1) -> Future[RequestSnapshot | None]:
         return self._made().snapshot(rid, beyond)

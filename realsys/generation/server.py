@@ -116,7 +116,11 @@ class _Calls:
 
     async def generate(self, body: p.GenerateRequest, request: Request) -> Any:
         rid, streams = body.rid or secrets.token_hex(16), body.stream and body.progress_s > 0
-        future = asyncio.wrap_future(self._engine.generate(rid, body.input_ids, body.sampling_params, stream=streams))
+        # An engine that was written before there were adapters has no such parameter.
+        adapted = {} if body.adapter is None else {"adapter": body.adapter}
+        future = asyncio.wrap_future(
+            self._engine.generate(rid, body.input_ids, body.sampling_params, stream=streams, **adapted)
+        )
         client_left = asyncio.create_task(_disconnected(request))
         news: asyncio.Future[RequestSnapshot | None] | None = None
         try:
@@ -252,7 +256,7 @@ def _completion(engine: GenerationEngine, rid: str, body: p.GenerateRequest, res
         finish_reason=finish,
         prompt_tokens=len(body.input_ids),
         completion_tokens=len(tokens),
-        weight_version=str(segments[-1][0] if (segments := result.segments) else engine.version),
+        weight_version=str(segments[-1][0] if (segments := result.segments) else (body.adapter or engine).version),
         weight_versions=p.segments_of(segments),
         kv_versions=None if result.kv_segments is None else p.segments_of(result.kv_segments),
         output_token_logprobs=logprobs,

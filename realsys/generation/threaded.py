@@ -29,9 +29,16 @@ import numpy as np
 from realsys.config.backend_rules import DEFAULT_CAPACITY
 from realsys.config.trial_sizes import longest_sequence
 from realsys.errors import GenerationError, RealsysError, ServerBusy, WaitTimeout
-from realsys.generation.backend import ASLEEP, Change, EngineParts, RequestSnapshot
+from realsys.generation.backend import ASLEEP, Change, EngineParts, RequestSnapshot, refuse_adapter
 from realsys.generation.completion import EMPTY, Completion
-from realsys.generation.protocol import UNSYNCED, PauseMode, SamplingParams, ServerInfo, UpdateResult
+from realsys.generation.protocol import (
+    UNSYNCED,
+    AdapterWeights,
+    PauseMode,
+    SamplingParams,
+    ServerInfo,
+    UpdateResult,
+)
 from realsys.generation.sampling_rules import Limits, completion_seed, find_stop, read_tokenizer, window
 from realsys.model_files.config_json import read_model
 from realsys.observe.spans import Phases, now, span
@@ -358,12 +365,19 @@ class SimpleEngine(ThreadedEngine):
         return self._version
 
     def generate(
-        self, rid: str, input_ids: Sequence[int], params: SamplingParams, *, stream: bool = False
+        self,
+        rid: str,
+        input_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        stream: bool = False,
+        adapter: AdapterWeights | None = None,
     ) -> Future[list[Completion]]:
         """Queue a request and return the future of its completions.
 
         Raises GenerationError for a bad request; the future raises one for a full queue.
         """
+        refuse_adapter(adapter)
         prompt: list[int] = self._limits.checked_prompt(input_ids, params).tolist()
         seed = secrets.randbits(63) if params.sampling_seed is None else params.sampling_seed
         request = _Request(rid or secrets.token_hex(16), prompt, params, seed, self._mailbox.future())

@@ -69,6 +69,15 @@ class HostReader:
             release=copy.close,
         )
 
+    def read(self, locator: str, version: int) -> StagedWeights:
+        """Return the tensors of any version, verified, in memory of the caller's own. Thread-safe; raises WeightsError.
+
+        The host's copies are not touched: the next version in training is made from the newest of them.
+        """
+        from realsys.weights.disk.stage import stage
+
+        return stage(Path(locator), version, shards=self.copies.client)
+
     def adopts(self, manifest: VersionManifest) -> bool:
         """Return True if a version has the tensors of the last one."""
         return checksums_of(manifest) == self.checksums

@@ -22,13 +22,13 @@ from tokenizers import Tokenizer
 
 from realsys.config.schema import Config, SamplingConfig
 from realsys.errors import GenerationError, WaitTimeout
-from realsys.generation.backend import Change, Materialise, RequestSnapshot
+from realsys.generation.backend import Change, Materialise, RequestSnapshot, refuse_adapter
 from realsys.generation.child.contract import EngineLaunch, EngineLoad
 from realsys.generation.child.requests import KeptKeys, SplitRequest, Traffic
 from realsys.generation.child.supervisor import EngineRun, EngineSupervisor, RunListener, Settings
 from realsys.generation.child.update import PAUSE, SLEEP, Shapes, Updater
 from realsys.generation.completion import Completion
-from realsys.generation.protocol import PauseMode, SamplingParams, ServerInfo, UpdateResult
+from realsys.generation.protocol import AdapterWeights, PauseMode, SamplingParams, ServerInfo, UpdateResult
 from realsys.generation.sampling_rules import Limits, read_tokenizer
 from realsys.model_files.config_json import read_model
 
@@ -122,9 +122,16 @@ class ChildEngine:
         return self._traffic.failure
 
     def generate(
-        self, rid: str, input_ids: Sequence[int], params: SamplingParams, *, stream: bool = False
+        self,
+        rid: str,
+        input_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        stream: bool = False,
+        adapter: AdapterWeights | None = None,
     ) -> Future[list[Completion]]:
         """Sample the completions. Raises GenerationError for a bad request; the future raises all others."""
+        refuse_adapter(adapter)
         prompt = self._limits.checked_prompt(input_ids, params)
         seed = secrets.randbits(63) if params.sampling_seed is None else params.sampling_seed
         stops = self._limits.stops(params)

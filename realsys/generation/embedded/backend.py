@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from realsys.config.allocation import Allocation
 from realsys.config.device_memory import row_bytes
@@ -11,10 +11,7 @@ from realsys.config.doors import AGENT
 from realsys.config.machine import Machine
 from realsys.config.trial_sizes import longest_sequence, model_of
 from realsys.errors import ConfigError
-from realsys.generation.backend import Backend, Change, EngineParts
-
-if TYPE_CHECKING:
-    from realsys.generation.embedded.engine import EmbeddedEngine
+from realsys.generation.backend import Backend, Change, EngineParts, GenerationEngine
 
 
 class EmbeddedBackend(Backend):
@@ -67,9 +64,10 @@ class EmbeddedBackend(Backend):
         one_turn = not rollout.agent_python and getattr(AGENT.load(rollout.agent), "one_turn", False)
         return not one_turn or self.config.generation.sampling.new_tokens_per_chunk > 0
 
-    def build(self, parts: EngineParts) -> EmbeddedEngine:
+    def build(self, parts: EngineParts) -> GenerationEngine:
         import torch
 
+        from realsys.generation.embedded.adapters import AdapterEngines
         from realsys.generation.embedded.engine import build_engine
         from realsys.generation.embedded.prefix_cache import KvPolicy
 
@@ -86,4 +84,4 @@ class EmbeddedBackend(Backend):
             kv=KvPolicy(updates.kv_on_update == "keep", updates.kv_reuse_versions, self.retains()),
         )
         parts.on_change(Change(0))  # the only change: the engine lives as long as the process
-        return engine
+        return engine if parts.read is None else AdapterEngines(engine, parts.read)

@@ -25,7 +25,6 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from tokenizers import Tokenizer
-from torch import Tensor
 
 from realsys.errors import GenerationError
 from realsys.generation.backend import RequestSnapshot
@@ -127,6 +126,7 @@ class EngineCore:
         self.scheduler = Scheduler(sizes.max_running, sizes.max_queued, LayoutPlanner(overhead))
         self.rows = CacheRows(sizes.rows)
         self.hold_admission = False  # while running completions drain before a weight swap
+        self._sizes = sizes
         self._kv = kv or KvPolicy()
         self._model = Decoder(arch, weights, cache)
         self._cache = cache
@@ -171,6 +171,16 @@ class EngineCore:
     @property
     def dtypes(self) -> tuple[torch.dtype, torch.dtype]:  # type of the weights, type of the head
         return self._cache.keys.dtype, self._model.weights.head.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self._store.device
+
+    def twin(self, weights: ModelWeights, version: int) -> EngineCore:
+        """Return an idle core like this one, with other weights and a cache of its own."""
+        twin = EngineCore(self.arch, weights, self._sizes, self.tokenizer, self._kv)
+        twin.version = version
+        return twin
 
     @property
     def staging_device(self) -> torch.device:
@@ -221,20 +231,18 @@ class EngineCore:
         self.version = UNSYNCED
         if self._store.device.type == "cpu":
             self._model.weights = ModelWeights.none()  # staged weights replace them, and packed ones have no storage
-        for tensor in self._tensors():
+        for tensor in self._model.weights.tensors():
             tensor.untyped_storage().resize_(0)
+        self._cache.release()
         if self._store.device.type == "cuda":
             torch.cuda.empty_cache()  # else torch's allocator keeps it for this process
 
     @torch.inference_mode()
     def allocate(self) -> None:
         """Take that memory again. ``swap`` fills the weights."""
-        for tensor in self._tensors():
+        for tensor in self._model.weights.tensors():
             tensor.untyped_storage().resize_(tensor.nbytes)
-        self._cache.clear()
-
-    def _tensors(self) -> list[Tensor]:
-        return [*self._model.weights.tensors(), self._cache.keys, self._cache.values]
+        self._cache.allocate()
 
     def drop_cache(self) -> None:
         """Discard all cached keys and values; the next steps compute them again."""

@@ -18,6 +18,7 @@ reorder them in every product, and for a few rows that takes longer than the pro
 from __future__ import annotations
 
 import math
+import mmap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -257,23 +258,25 @@ class KVCache:
         self.kv_heads = shape.kv_heads
         self.context = shape.context
         self.head_dim = shape.head_dim
-        dimensions = (shape.layers, shape.rows * shape.kv_heads, shape.context, shape.head_dim)
+        self._dimensions = (shape.layers, shape.rows * shape.kv_heads, shape.context, shape.head_dim)
+        self.keys = self.values = torch.empty(0, dtype=dtype, device=device)
         try:
-            self.keys = torch.empty(dimensions, dtype=dtype, device=device)
-            self.values = torch.empty(dimensions, dtype=dtype, device=device)
-            self.clear()
-        except RuntimeError as error:  # torch's out-of-memory errors, on CPU and on CUDA
-            size = 2 * dtype.itemsize * math.prod(dimensions)
+            self.allocate()
+        except (RuntimeError, OSError, OverflowError) as error:  # no memory on CUDA, or no addresses on a CPU
+            size = 2 * dtype.itemsize * math.prod(self._dimensions)
             problem = (
                 f"the KV cache of {shape.rows} x {shape.context} tokens needs {size >> 20} MiB, "
                 f"which this device does not have"
             )
             raise ConfigError("generation.embedded.max_running", shape.rows, problem) from error
 
-    def clear(self) -> None:
-        """Fill fresh memory: a NaN in it would survive the mask, because NaN - inf and 0 * NaN are NaN."""
-        self.keys.zero_()
-        self.values.zero_()
+    def release(self) -> None:
+        """Give the memory back; ``allocate`` takes it again."""
+        self.keys = self.values = self.keys.new_empty(0)
+
+    def allocate(self) -> None:
+        """Take memory of zeros: a NaN in it would survive the mask, because NaN - inf and 0 * NaN are NaN."""
+        self.keys, self.values = _zeros(self._dimensions, self.keys), _zeros(self._dimensions, self.keys)
 
     @property
     def bytes_per_token(self) -> int:
@@ -308,6 +311,14 @@ class KVCache:
 
     def _by_row(self, layer: Tensor, length: int) -> Tensor:
         return layer.view(self.rows, self.kv_heads, self.context, -1)[:, :, :length]
+
+
+def _zeros(dimensions: tuple[int, ...], like: Tensor) -> Tensor:
+    """Return zeros of a type and device. On a CPU a page takes memory when it is first written."""
+    if like.device.type != "cpu":
+        return like.new_zeros(dimensions)
+    pages = mmap.mmap(-1, math.prod(dimensions) * like.dtype.itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=like.dtype).view(dimensions)
 
 
 # ---- weights of one version, fused

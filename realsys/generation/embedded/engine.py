@@ -29,13 +29,13 @@ from realsys.cluster.gpu_devices import choose_device
 from realsys.cluster.process import trim_heap
 from realsys.config.schema import GenerationConfig
 from realsys.errors import GenerationError, RealsysError
-from realsys.generation.backend import ASLEEP, LoadVersion, RequestSnapshot, Staged
+from realsys.generation.backend import ASLEEP, LoadVersion, RequestSnapshot, Staged, refuse_adapter
 from realsys.generation.completion import Completion
 from realsys.generation.embedded.core import CoreSizes, EngineCore
 from realsys.generation.embedded.decoder import ModelWeights, fuse, read_tensors
 from realsys.generation.embedded.prefix_cache import KvPolicy
 from realsys.generation.embedded.scheduler import Request
-from realsys.generation.protocol import SamplingParams, ServerInfo, UpdateResult
+from realsys.generation.protocol import AdapterWeights, SamplingParams, ServerInfo, UpdateResult
 from realsys.generation.sampling_rules import Limits, read_tokenizer
 from realsys.generation.threaded import ThreadedEngine, join
 from realsys.model_files.architecture import HfModel
@@ -135,14 +135,26 @@ class EmbeddedEngine(ThreadedEngine):
         """Version of the weights that sample now."""
         return self.core.version
 
+    def beside(self, version: int, load: LoadVersion, staged: Staged) -> EmbeddedEngine:
+        """Make an engine for the same model with other weights, of ``version``. Raises ModelError."""
+        core = self.core.twin(self._stager.fuse(staged, self.core.device), version)
+        return EmbeddedEngine(core, load, model_path=self._limits.model_path)
+
     def generate(
-        self, rid: str, input_ids: Sequence[int], params: SamplingParams, *, stream: bool = False
+        self,
+        rid: str,
+        input_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        stream: bool = False,
+        adapter: AdapterWeights | None = None,
     ) -> Future[list[Completion]]:
         """Queue a request and return the future of its n completions.
 
         Raises GenerationError for a bad request. The future raises one for a full queue (retryable) or
-        an id in use.
+        an id in use. Adapters have engines of their own (``adapters.AdapterEngines``).
         """
+        refuse_adapter(adapter)
         # Checked in the caller's thread: a bad request must not cost the engine thread anything.
         prompt = self._limits.checked_prompt(input_ids, params)
         seed = secrets.randbits(63) if params.sampling_seed is None else params.sampling_seed
@@ -388,11 +400,12 @@ class Stager:
             loaded = time.perf_counter()
             # Else a version would count as unchanged that equals a refused one.
             if not (staged.unchanged and in_engine):
-                update.weights = self._fuse(staged)
+                update.weights = self.fuse(staged, self._device)
         return staged, loaded
 
-    def _fuse(self, staged: Staged) -> ModelWeights:
-        return fuse(self._arch, staged.tensors, dtype=self._dtype, device=self._device, head_dtype=self._head_dtype)
+    def fuse(self, staged: Staged, device: torch.device) -> ModelWeights:
+        """Return copies of the tensors, fused. Raises ModelError if they do not fit the model."""
+        return fuse(self._arch, staged.tensors, dtype=self._dtype, device=device, head_dtype=self._head_dtype)
 
     def _refuse(self, update: Update, error: Exception, stage_s: float) -> None:
         """Log why the update failed and report it to the caller."""

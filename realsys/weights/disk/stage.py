@@ -10,6 +10,7 @@ import torch
 
 from realsys.cluster.failpoint import failpoint
 from realsys.errors import WeightsError
+from realsys.weights.byte_ranges import RangeClient
 from realsys.weights.contract import StagedWeights
 from realsys.weights.disk import manifest as manifests
 from realsys.weights.disk.dtypes import as_tensor
@@ -41,12 +42,17 @@ class HeldWeights:
 
 
 def stage(
-    directory: Path, expected_version: int, held: HeldWeights | None = None, *, loaded: bool = False
+    directory: Path,
+    expected_version: int,
+    held: HeldWeights | None = None,
+    *,
+    loaded: bool = False,
+    shards: RangeClient | None = None,
 ) -> StagedWeights:
     """Read and verify every tensor of a version; with ``held`` only the parts that are not held already.
 
     ``loaded``: the engine has the version of the last call. One with the same tensors is then returned without them,
-    and nothing of it is read.
+    and nothing of it is read. ``shards``: as in VersionReader.
 
     The checksums are computed over the bytes that are returned, so a file that changes between check and
     use cannot slip in. Raises WeightsError, which names the file and the damage; nothing is returned in
@@ -67,7 +73,7 @@ def stage(
     if held is not None:
         held.checksums = {}
     tensors: dict[str, torch.Tensor] = {}
-    with VersionReader(directory, manifest) as reader:
+    with VersionReader(directory, manifest, shards=shards) as reader:
         if held is not None:
             held.tensors = {name: held.tensors[name] for name in held.tensors.keys() & manifest.tensors.keys()}
 

@@ -180,9 +180,9 @@ class RecordedEngine:
         return getattr(self._engine, name)
 
     def generate(
-        self, rid: str, input_ids: Sequence[int], params: SamplingParams, *, stream: bool = False
+        self, rid: str, input_ids: Sequence[int], params: SamplingParams, **how: Any
     ) -> Future[list[Completion]]:
-        future = self._engine.generate(rid, input_ids, params, stream=stream)
+        future = self._engine.generate(rid, input_ids, params, **how)
         future.add_done_callback(lambda done: self._record(list(input_ids), done))
         return future
 

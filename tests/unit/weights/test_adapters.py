@@ -202,6 +202,23 @@ def test_versions_hold_adapters_and_are_served_as_trained(trial: AdapterTrial, t
     assert not list((tmp_path / "shm").iterdir())  # the last server has removed the frozen weights, too
 
 
+def test_reader_reads_any_version_beside_the_staged_one(trial: AdapterTrial, tmp_path: Path) -> None:
+    """Verified, in memory of its own: the version that is staged and its memory stay."""
+    locators = [trial.publish(version).locator for version in range(3)]
+    with closing(server(trial, tmp_path / "shm")) as reader:
+        staged = reader.stage(locators[2], 2)
+        for version in (1, 0, 2):
+            trial.check(version, reader.read(locators[version], version).tensors)
+        trial.check(2, staged.tensors)
+        file = flip(Path(locators[1]))
+        with pytest.raises(WeightsError, match=f"{file}: the bytes of tensor .* corrupt"):
+            reader.read(locators[1], 1)
+        with pytest.raises(WeightsError, match="holds version 1, version 2 was requested"):
+            reader.read(locators[1], 2)
+        reader.release()
+        trial.check(3, reader.stage(trial.publish(3).locator, 3).tensors)
+
+
 def test_engine_keeps_its_version_until_the_adapter_is_repaired(trial: AdapterTrial) -> None:
     with trial.engine() as engine:
         assert engine.update(trial.publish(0).locator, 0).result(BOUND_S).success

@@ -73,7 +73,8 @@ def test_memory_that_was_released_is_taken_again(two_models, dtype):
     core = EngineCore(arch, weights(), CoreSizes(max_running=2, max_queued=4, context=128))
     [[before]] = run(core, make_request("a", PROMPTS[1], seed=1, max_new_tokens=20))
     core.release()
-    assert not any(tensor.untyped_storage().nbytes() for tensor in core._tensors())
+    held = [*core._model.weights.tensors(), core._cache.keys, core._cache.values]
+    assert not any(tensor.untyped_storage().nbytes() for tensor in held)
     core.allocate()
     core.swap(weights(), 0)
     [[after]] = run(core, make_request("b", PROMPTS[1], seed=1, max_new_tokens=20))
