@@ -73,3 +73,10 @@ def reward_model(config: Config) -> Dataflow:
     """Declare the training of a reward model on preferences: the actor has a value head."""
     call = FunctionCall(REWARD_MODEL, "actor", REWARD_MODEL, frozenset({"tokens"}), trains=True)
     return Dataflow([call], {"tokens"}, "preferences")
+
+
+def serve(config: Config) -> Dataflow:
+    """Declare the call of the training service: loss and gradient of rows that clients send (`realsys serve`)."""
+    inputs = frozenset({"tokens", "behav_logprobs", "advantages"})
+    call = FunctionCall("tenant_loss", "actor", "tenant_loss", inputs, frozenset({"prox_logprobs"}), trains=True)
+    return Dataflow([call], inputs, "clients")

@@ -43,7 +43,7 @@ TEMPERATURES = "temperatures"
 NO_LORA = LoraConfig()
 #: where the rows of a step come from: agents, or the lines of ``data.demos``, which are responses to imitate or pairs
 #: of a chosen and a rejected one
-Rows = Literal["rollout", "demonstrations", "preferences"]
+Rows = Literal["rollout", "demonstrations", "preferences", "clients"]
 #: handlers that train and obey the argument ``measure``
 _MEASURING = frozenset({"sft", "dpo", "reward_model"})
 #: algorithm whose actor has a value head
@@ -285,7 +285,7 @@ def check_calls(flow: Dataflow) -> None:
 
 def is_supervised(config: Config) -> bool:
     """Return True if the run learns from rows of ``data.demos``, and agents play for evaluations only."""
-    return dataflow_of(config).rows != "rollout"
+    return dataflow_of(config).rows in ("demonstrations", "preferences")
 
 
 def can_measure(flow: Dataflow) -> bool:
@@ -294,8 +294,8 @@ def can_measure(flow: Dataflow) -> bool:
 
 
 def takes_prompts(config: Config) -> bool:
-    """Return True if the run trains on prompts of ``data.train``. A supervised run or an evaluation may have none."""
-    return not (config.evaluate_only or is_supervised(config))
+    """Return True if the run trains on prompts of ``data.train``. Any other run, or an evaluation, may have none."""
+    return dataflow_of(config).rows == "rollout" and not config.evaluate_only
 
 
 def advantages_by_token(config: Config) -> bool:

@@ -370,6 +370,7 @@ ALGORITHM = Door(
         "sft": "realsys.algorithm.dataflows:sft",
         "dpo": "realsys.algorithm.dataflows:dpo",
         "reward_model": "realsys.algorithm.dataflows:reward_model",
+        "serve": "realsys.algorithm.dataflows:serve",
     },
     takes("config"),
 )
@@ -402,6 +403,7 @@ CALL_HANDLER = Door(
         "sft": "realsys.train.worker.supervised:Sft",
         "dpo": "realsys.train.worker.supervised:Dpo",
         "reward_model": "realsys.train.worker.supervised:RewardModel",
+        "tenant_loss": "realsys.train.worker.tenants:TenantLoss",
     },
     handles("run", "role", "request"),
 )

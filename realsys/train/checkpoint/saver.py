@@ -75,10 +75,10 @@ class CheckpointWriter:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
-    def begin(self, directory: Path, step: int) -> None:
+    def begin(self, directory: Path, step: int, *, trained_only: bool = False) -> None:
         """Copy the current state, and start to write it into the existing ``directory``.
 
-        Raises CheckpointError if the last checkpoint has not been finished.
+        ``trained_only``: without the frozen parameters. Raises CheckpointError if the last checkpoint has not been finished.
         """
         if self._thread is not None:
             raise CheckpointError(f"checkpoint {directory}: the one before it is not finished; call finish() first")
@@ -86,7 +86,7 @@ class CheckpointWriter:
         role = self._role
         layout = role.groups.mesh.layout
         with onloaded(role):
-            pieces = dict(enumerate(_snapshots(role)))
+            pieces = dict(enumerate(_snapshots(role, trained_only=trained_only)))
             copies = self._copies.take((str(number), piece.data) for number, piece in pieces.items())
         snapshots = [replace(piece, data=copies[str(number)]) for number, piece in pieces.items()]
         stem = files.rank_stem(role.name, role.groups.rank, layout.world_size)
@@ -142,17 +142,17 @@ class CheckpointWriter:
 
 
 @torch.no_grad()
-def load_checkpoint(role: Role, directory: Path) -> None:
+def load_checkpoint(role: Role, directory: Path, *, trained_only: bool = False) -> None:
     """Replace the training state of ``role`` by the one in ``directory``, written by any layout.
 
-    Every rank of the mesh calls it. Raises CheckpointError for a checkpoint that is incomplete, belongs to
+    ``trained_only``: frozen parameters and random generators stay as they are. Every rank of the mesh calls it. Raises CheckpointError for a checkpoint that is incomplete, belongs to
     another model, or is damaged in a part that this rank or another rank of its data group reads; the role must then
     not be used.
     """
     indexes = agreed(role.groups.whole, lambda: _read_indexes(role, directory), CheckpointError)
     with onloaded(role), PieceReader(directory, indexes) as reader:
         _start_phase(role, indexes[0].phase)
-        slots = slots_of(role)
+        slots = [slot for slot in slots_of(role) if slot.held or not trained_only]
         wanted = agreed(
             role.groups.whole, lambda: [_parts(role, directory, reader, slot) for slot in slots], CheckpointError
         )
@@ -163,7 +163,7 @@ def load_checkpoint(role: Role, directory: Path) -> None:
         lora.merge(role.engine.module)
         same = indexes[0].layout == role.groups.mesh.layout
         own = next((index for index in indexes if same and index.rank == role.groups.rank), None)
-        if own is not None:
+        if own is not None and not trained_only:
             with PieceReader(directory, [own]) as reader:
                 states = {
                     piece.name: reader.read(GENERATOR, whole_shard(piece.name, piece.whole))
@@ -206,9 +206,9 @@ def model_sizes(role: Role) -> dict[str, int]:
 # ---- save
 
 
-def _snapshots(role: Role) -> Iterator[TensorSnapshot]:
+def _snapshots(role: Role, *, trained_only: bool) -> Iterator[TensorSnapshot]:
     for slot in slots_of(role):
-        if not slot.writes:
+        if not slot.writes or (trained_only and slot.held is None):
             continue
         yield from snapshot(PARAMETER, slot.shard, slot.master(), slot.start)
         for kind, value in slot.held.tensors().items() if slot.held else ():
@@ -266,13 +266,7 @@ def _load_slot(slot: Slot, values: dict[str, torch.Tensor]) -> None:
     if held is None:
         return
     slot.master().copy_(parameter[held.start : held.start + held.key.numel()])
-    state = {}
-    for kind, value in values.items():
-        if kind.startswith(NUMBER):
-            state[kind.removeprefix(NUMBER)] = value.cpu().reshape(())
-        else:
-            state[kind] = value.to(held.key.device).view(held.key.shape)
-    held.restore(state)
+    held.restore({k.removeprefix(NUMBER): x.reshape(()) if k.startswith(NUMBER) else x for k, x in values.items()})
 
 
 def _start_phase(role: Role, phase: str | None) -> None:
@@ -331,9 +325,16 @@ class HeldParameter:
         return tensors
 
     def restore(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Replace the optimizer states of the parameter by ``tensors``, which any kind of Adam may have written."""
+        """Replace the optimizer states of the parameter by copies of ``tensors``, which any kind of Adam may have written.
+
+        Those of its shape may be flat, and all on any device. Without any, its next step is its first.
+        """
         self.optimizer.state.pop(self.key, None)
-        state = dict(tensors)
+        self.group.pop(_STEP, None)
+        state = {
+            name: value.to(self.key.device, copy=True).view(self.key.shape) if value.dim() else value.clone().cpu()
+            for name, value in tensors.items()
+        }
         if _STEP in state and not isinstance(self.optimizer, torch.optim.Adam | torch.optim.AdamW):
             # Without it, bias correction would begin again on mature moments: twice the step, or more.
             self.group[_STEP] = int(state.pop(_STEP))

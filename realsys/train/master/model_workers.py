@@ -26,6 +26,8 @@ from realsys.model_calls import (
     TransferReply,
 )
 from realsys.train.requests import (
+    AddRowsRequest,
+    ClientRows,
     CopyWeightsRequest,
     DigestWeightsRequest,
     FinishCheckpointRequest,
@@ -33,11 +35,15 @@ from realsys.train.requests import (
     LeaveDeviceRequest,
     LoadCheckpointRequest,
     LoadRecordRequest,
+    LoadTenantRequest,
     RecordReply,
     RecordRequest,
     SaveCheckpointRequest,
     SaveWeightsReply,
     SaveWeightsRequest,
+    StepTenantReply,
+    StepTenantRequest,
+    SwitchTenantRequest,
 )
 from realsys.train.step_gate import GateState, PauseStepRequest, SettleRequest
 
@@ -106,6 +112,19 @@ class ModelWorkers:
     def load_rows(self, head: int, lines: dict[str, int], split: str) -> asyncio.Future[SamplesArrived]:
         request = LoadRowsRequest(lines, split)
         return self._stream.request(head, "load_rows", request, SamplesArrived, timeout_s=self._timeout_s)
+
+    def add_rows(self, head: int, rows: ClientRows) -> asyncio.Future[SamplesArrived]:
+        """Store rows of a client on a DP head of the actor."""
+        return self._stream.request(head, "add_rows", AddRowsRequest(rows), SamplesArrived, timeout_s=self._timeout_s)
+
+    def switch_tenant(self, payload: SwitchTenantRequest) -> asyncio.Future[list[Empty]]:
+        return self._to_role(payload.role, "switch_tenant", payload, Empty)
+
+    def step_tenant(self, payload: StepTenantRequest) -> asyncio.Future[list[StepTenantReply]]:
+        return self._to_role(payload.role, "step_tenant", payload, StepTenantReply)
+
+    def load_tenant(self, payload: LoadTenantRequest) -> asyncio.Future[list[Empty]]:
+        return self._to_role(payload.role, "load_tenant", payload, Empty)
 
     def pause_step(self) -> asyncio.Future[list[GateState]]:
         """Ask how far the running step is. The workers answer while they compute."""

@@ -56,8 +56,8 @@ class Adapter(torch.nn.Module):
     """The adapter of one linear layer on one tensor rank: ``a`` [rank, in], ``b`` [out, rank], or
     this rank's slices.
 
-    ``whole_a``: A over all tensor ranks. ``weight``: the layer's weight on this rank; ``base`` is a
-    copy of it, which stays as it is.
+    ``weight``: the layer's weight on this rank; ``base`` is a copy of it, which stays as it is. ``key``: numbers that
+    tell the adapter apart from all others of the model. Call ``draw`` before its first use.
     """
 
     base: torch.Tensor
@@ -65,27 +65,41 @@ class Adapter(torch.nn.Module):
     def __init__(
         self,
         weight: torch.Tensor,
-        whole_a: torch.Tensor,
-        scale: float,
+        lora: LoraConfig,
+        key: tuple[int, ...],
         group: dist.ProcessGroup,
         *,
         split_input: bool,
         sequence_parallel: bool,
     ) -> None:
         super().__init__()
-        self.scale = scale
+        self.scale = lora.alpha / lora.rank
+        self._key = key
         self._group = group
         self._split_input = split_input
         self._sequence_parallel = sequence_parallel
         self.register_buffer("base", weight.detach().clone(), persistent=False)
-        a = whole_a.chunk(group.size(), 1)[group.rank()] if split_input else whole_a
-        # A copy: a slice would keep the whole matrix in memory.
-        self.a = torch.nn.Parameter(a.to(weight.device, weight.dtype, copy=True).contiguous())
-        self.b = torch.nn.Parameter(weight.new_zeros(weight.shape[0], whole_a.shape[0]))
+        self.a = torch.nn.Parameter(weight.new_zeros(lora.rank, weight.shape[1]))
+        self.b = torch.nn.Parameter(weight.new_zeros(weight.shape[0], lora.rank))
         split, whole = (self.a, self.b) if split_input else (self.b, self.a)
         set_tensor_model_parallel_attributes(split, True, 1 if split_input else 0, 1)
         set_tensor_model_parallel_attributes(whole, False, -1, 1)
         whole.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
+
+    @torch.no_grad()
+    def draw(self, seed: int) -> None:
+        """Draw A, fp32 on the host: uniform with variance 1 / (3 in), as in the reference implementation. B = 0.
+
+        ``seed`` and ``key`` determine it, the same on any layout.
+        """
+        key = (seed, *self._key)
+        generator = torch.Generator().manual_seed(int(np.random.SeedSequence(key).generate_state(1)[0]))
+        ranks = self._group.size() if self._split_input else 1
+        whole = torch.empty(self.a.shape[0], self.a.shape[1] * ranks)
+        bound = 1.0 / math.sqrt(whole.shape[1])
+        whole.uniform_(-bound, bound, generator=generator)
+        self.a.copy_(whole.chunk(ranks, 1)[self._group.rank() if self._split_input else 0])
+        self.b.zero_()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return B A x (alpha / rank) for the linear layer's input ``x``: its gradients are the adapter's."""
@@ -132,21 +146,28 @@ def attach(module: torch.nn.Module, lora: LoraConfig, groups: MeshGroups, seed: 
             if target not in lora.targets:
                 continue
             owner = layer.get_submodule(path)
-            columns = owner.weight.shape[1] * (groups.tensor.size() if split_input else 1)
             adapter = Adapter(
                 owner.weight,
-                _draw(lora.rank, columns, (seed, layer.layer_number, number)),
-                lora.alpha / lora.rank,
+                lora,
+                (layer.layer_number, number),
                 groups.tensor,
                 split_input=split_input,
                 sequence_parallel=config.sequence_parallel,
             )
             owner.add_module(_CHILD, adapter)
             owner.register_forward_hook(_add)
+    draw(module, seed)
     if groups.first_stage and config.recompute_granularity is not None:
         # Recomputation drops the gradients of a layer whose input needs none, as the output of a
         # frozen embedding.
         module.get_submodule("embedding").register_forward_hook(_require_grad)
+
+
+def draw(module: torch.nn.Module, seed: int) -> None:
+    """Give all adapters the values that they have at the start of a run with ``seed``. ``merge`` is not done."""
+    for part in module.modules():
+        if isinstance(part, Adapter):
+            part.draw(seed)
 
 
 def is_adapter(name: str) -> bool:
@@ -184,15 +205,6 @@ def base_of(module: torch.nn.Module, name: str, parameter: torch.Tensor) -> torc
 def bases(module: torch.nn.Module) -> list[torch.Tensor]:
     """Return the frozen weights under all adapters."""
     return [part.base for part in module.modules() if isinstance(part, Adapter)]
-
-
-def _draw(rank: int, columns: int, key: tuple[int, ...]) -> torch.Tensor:
-    """Draw a whole A, fp32 on the host: uniform with variance 1 / (3 in), as in the reference
-    implementation.
-    """
-    generator = torch.Generator().manual_seed(int(np.random.SeedSequence(key).generate_state(1)[0]))
-    bound = 1.0 / math.sqrt(columns)
-    return torch.empty(rank, columns).uniform_(-bound, bound, generator=generator)
 
 
 def _add(

@@ -199,10 +199,11 @@ class MegatronEngine:
             self.optimizer = make_optimizer(self.ddp_model, settings, self._dtype)
         self.phase = (phase, settings)
 
-    def step(self, lr: float, *, skip: bool = False) -> StepOutcome:
+    def step(self, lr: float, *, skip: bool = False, clip_grad: float | None = None) -> StepOutcome:
         """Take one optimizer step with the accumulated gradients, unless ``skip`` or they are zero or not finite.
 
-        The norm is global, so all ranks decide alike. Raises StepAbandoned on all ranks alike.
+        The norm is global, so all ranks decide alike. ``clip_grad``: its bound, 0: none; None: that of the settings.
+        Raises StepAbandoned on all ranks alike.
         """
         self._require_training()
         assert self.phase is not None, "call use_optimizer before step"
@@ -211,7 +212,8 @@ class MegatronEngine:
         self.gate.check()
         self._finish_snapshot()
         with self._active():
-            outcome = take_step(self.optimizer, lr, self.phase[1].clip_grad, skip=skip)
+            bound = self.phase[1].clip_grad if clip_grad is None else clip_grad
+            outcome = take_step(self.optimizer, lr, bound, skip=skip)
         lora.merge(self._require_parameters())
         return outcome
 

@@ -12,6 +12,7 @@
     sft             tokens                                    one optimizer step per minibatch        supervised
     dpo             tokens of pairs, ref_logprobs             one optimizer step per minibatch        supervised
     reward_model    tokens of pairs                           one optimizer step per minibatch        supervised
+    tenant_loss     tokens, log-probs, advantages             pending gradients, prox_logprobs        tenants
 
 Every rank of the role's mesh runs the same call. The request lists the sequences of all ranks, which these have
 exchanged (``realsys.train.worker.call_service``), so each rank computes what it must know about the others.
@@ -24,6 +25,8 @@ import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
+
+import torch
 
 from realsys.algorithm.balance import cost_function, model_flops
 from realsys.algorithm.microbatch import pack_equal
@@ -105,6 +108,9 @@ class Role:
     #: model FLOPs of the micro-batches made so far, this rank's share
     flops: float = 0.0
     computed_flops: float = 0.0
+    #: gradients since the last optimizer step of the current tenant: copies of the gradient buffers in host memory,
+    #: fp32; None: there are none (``realsys.train.worker.tenants``)
+    gradients: list[torch.Tensor] | None = None
     #: statistics in whose units a critic predicts
     running_values: RunningMoments = field(init=False)
 

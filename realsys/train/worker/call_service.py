@@ -22,6 +22,10 @@ Waits for the next request only. Produces replies, and the notice ``samples_arri
     read                holders of the samples          returns arrays (for a training script)
     mask                holder of the samples           takes tokens out of the loss
     keep_dropped        holder of the samples           writes a group that was too old (in the background)
+    switch_tenant       ranks of the role's mesh        exchanges the adapter and its optimizer state
+    step_tenant         ranks of the role's mesh        takes an optimizer step of the current tenant
+    load_tenant         ranks of the role's mesh        replaces its state by a checkpoint
+    add_rows            an actor's DP head              stores rows of a client
     clear               holders of the samples          frees arrays
 
 An error is sent as a reply with its traceback and then ends the process. Other ranks of the mesh
@@ -89,6 +93,7 @@ from realsys.train.megatron.mesh import MeshGroups
 from realsys.train.megatron.train_engine import MegatronEngine
 from realsys.train.recording import SampleRecorder, TooOldGroups
 from realsys.train.requests import (
+    AddRowsRequest,
     CopyWeightsRequest,
     DigestWeightsRequest,
     FinishCheckpointRequest,
@@ -96,14 +101,18 @@ from realsys.train.requests import (
     LeaveDeviceRequest,
     LoadCheckpointRequest,
     LoadRecordRequest,
+    LoadTenantRequest,
     RecordRequest,
     SaveCheckpointRequest,
     SaveWeightsRequest,
+    StepTenantRequest,
+    SwitchTenantRequest,
 )
 from realsys.train.step_gate import StepAbandoned, StepGate
 from realsys.train.worker.call_handlers import Role, find_handler, find_hook
 from realsys.train.worker.data_manager import Array, DataManager, array_size
 from realsys.train.worker.packing import MicroBatchPacker
+from realsys.train.worker.tenants import Tenants
 from realsys.train.worker.weight_saver import WeightSaver
 from realsys.types import ARRAY_KEYS, SampleMeta, SequenceRef
 from realsys.weights.contract import WeightWriter
@@ -181,6 +190,7 @@ class ModelWorkerService:
         writer = DroppedWriter(paths.dropped, f"model_worker/{parts.worker}", config.record.dropped_groups)
         too_old = TooOldGroups(parts.data, writer)
         self._checkpoints: dict[str, CheckpointWriter] = {}
+        self._tenants: dict[str, Tenants] = {}
         self._handlers: dict[str, tuple[type[msgspec.Struct], Callable[[Any], msgspec.Struct]]] = {
             "initialize": (InitializeRequest, self._initialize),
             "load_rows": (LoadRowsRequest, self._load_rows),
@@ -200,6 +210,10 @@ class ModelWorkerService:
             "mask": (MaskRequest, self._mask),
             "keep_dropped": (KeepDroppedRequest, too_old.keep),
             "clear": (ClearRequest, self._clear),
+            "switch_tenant": (SwitchTenantRequest, lambda request: self._tenants[request.role].switch(request)),
+            "step_tenant": (StepTenantRequest, lambda request: self._tenants[request.role].step(request)),
+            "load_tenant": (LoadTenantRequest, lambda request: self._tenants[request.role].load(request)),
+            "add_rows": (AddRowsRequest, lambda request: SamplesArrived(self._data.add_rows(request.rows))),
         }
 
     def run(self, stop: threading.Event) -> None:
@@ -258,6 +272,7 @@ class ModelWorkerService:
         self._roles[name] = role
         self._saver.forget_frozen(name)
         self._checkpoints[name] = CheckpointWriter(role)
+        self._tenants[name] = Tenants(role)
         if name == ACTOR and role.engine.module is not None:
             # From here on the I/O thread refuses groups that would end the trainer.
             self._data.vocabulary = role.engine.module.vocab_size
@@ -329,7 +344,9 @@ class ModelWorkerService:
 
     def _save_checkpoint(self, request: SaveCheckpointRequest) -> Empty:
         role = self._role(request.role)
-        self._checkpoints[role.name].begin(Path(request.directory), request.step)
+        # All tenants have the same frozen base, which no checkpoint of theirs needs.
+        trained_only = self._tenants[role.name].current is not None
+        self._checkpoints[role.name].begin(Path(request.directory), request.step, trained_only=trained_only)
         return Empty()
 
     def _finish_checkpoint(self, request: FinishCheckpointRequest) -> Empty:

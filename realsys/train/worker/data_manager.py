@@ -21,6 +21,7 @@ from realsys.data.learning import LearningRow
 from realsys.errors import StreamError
 from realsys.model_calls import SamplesArrived
 from realsys.observe import spans
+from realsys.train.requests import ClientRows
 from realsys.types import ARRAY_KEYS, F32, I32, Group, GroupOrigin, Mask, Row, RowOrigin, SampleMeta, SequenceRef
 
 log = logging.getLogger(__name__)
@@ -242,26 +243,60 @@ class DataManager:
         A token must have an embedding, a row must fit into a micro-batch, and so must an episode if
         the loss needs it whole.
         """
-        rows = [row for episode in group.episodes for row in episode.rows]
-        highest = max(int(row.tokens.max()) for row in rows)
         group_name = f"model_worker/{self._worker}: group {group.ticket.ticket_id} of {group.worker}"
-        if highest >= self.vocabulary > 0:
-            raise StreamError(
-                f"{group_name} has token {highest}, but the actor's vocabulary has {self.vocabulary} tokens: "
-                "servers and actor must load the same model"
-            )
-        longest = max(len(row.tokens) for row in rows)
-        if longest > self.row_limit > 0:
-            raise StreamError(
-                f"{group_name} has a row of {longest} tokens, but train.microbatch_tokens is {self.row_limit}: "
-                "increase it"
-            )
+        self._check_rows(group_name, [row.tokens for episode in group.episodes for row in episode.rows])
         most = max(sum(len(row.tokens) for row in episode.rows) for episode in group.episodes)
         if most > self.episode_limit > 0:
             raise StreamError(
                 f"{group_name} has an episode of {most} tokens; train.ppo.loss takes ratios of whole episodes, "
                 f"which must fit into train.microbatch_tokens ({self.episode_limit}): increase it"
             )
+
+    def _check_rows(self, name: str, rows: Sequence[I32]) -> None:
+        highest = max(int(tokens.max()) for tokens in rows)
+        if highest >= self.vocabulary > 0:
+            raise StreamError(
+                f"{name} has token {highest}, but the actor's vocabulary has {self.vocabulary} tokens: "
+                "servers and actor must load the same model"
+            )
+        longest = max(len(tokens) for tokens in rows)
+        if longest > self.row_limit > 0:
+            raise StreamError(
+                f"{name} has a row of {longest} tokens, but train.microbatch_tokens is {self.row_limit}: increase it"
+            )
+
+    def add_rows(self, rows: ClientRows) -> list[SampleMeta]:
+        """Store rows of a client, and return their metadata in the order of ``rows``: a group, each row an episode.
+
+        Raises StreamError for rows that would end the trainer; the service has refused them before.
+        """
+        names = list(rows.tokens)
+        tokens = [np.frombuffer(rows.tokens[name], np.int32) for name in names]
+        self._check_rows(f"model_worker/{self._worker}: group {names[0]} of a client", tokens)
+        columns = {"loss_mask": rows.loss_mask, "behav_logprobs": rows.logprobs, "advantages": rows.advantages}
+        metas = []
+        for number, (name, own, shared) in enumerate(zip(names, tokens, shared_beginnings(tokens), strict=True)):
+            arrays = {key: np.frombuffer(column[name], ARRAY_KEYS[key][0]) for key, column in columns.items()}
+            # Copies: the arrays are views of a message, and cannot be written.
+            self.put(name, {key: array.copy() for key, array in {"tokens": own, **arrays}.items()})
+            meta = SampleMeta(
+                sample_id=name,
+                ticket_id=names[0],
+                attempt=0,
+                length=len(own),
+                loss_tokens=int(arrays["loss_mask"].sum()),
+                reward=0.0,
+                truncated=False,
+                version_min=0,
+                version_max=0,
+                owner=self._worker,
+                arrived=time.time(),
+                episode=number,
+                group_rows=len(names),
+                shared=shared,
+            )
+            metas.append(meta)
+        return metas
 
     def add_learned(self, ticket_id: str, rows: Sequence[LearningRow]) -> list[SampleMeta]:
         """Store the rows of one line of ``data.demos`` as an episode, and return their metadata."""
