@@ -73,3 +73,9 @@ def reward_model(config: Config) -> Dataflow:
     """Declare the training of a reward model on preferences: the actor has a value head."""
     call = FunctionCall(REWARD_MODEL, "actor", REWARD_MODEL, frozenset({"tokens"}), trains=True)
     return Dataflow([call], {"tokens"}, "preferences")
+
+
+def serve(config: Config) -> Dataflow:
+    """Declare what the ranks compute for the clients of `realsys serve` (``train.ppo.algorithm=serve``)."""
+    call = FunctionCall("actor_train", "actor", "actor_train", frozenset({"tokens", "behav_logprobs"}), trains=True)
+    return Dataflow([call], {"tokens", "behav_logprobs"}, "clients")

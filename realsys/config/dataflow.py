@@ -41,11 +41,13 @@ KV_VERSIONS = "kv_versions"
 #: likewise; read by all language models, if an agent may choose the temperature of a call
 TEMPERATURES = "temperatures"
 NO_LORA = LoraConfig()
-#: where the rows of a step come from: agents, or the lines of ``data.demos``, which are responses to imitate or pairs
-#: of a chosen and a rejected one
-Rows = Literal["rollout", "demonstrations", "preferences"]
+#: where the rows of a step come from: agents; the lines of ``data.demos``, which are responses to imitate or pairs of a
+#: chosen and a rejected one; or clients of `realsys serve`
+Rows = Literal["rollout", "demonstrations", "preferences", "clients"]
 #: handlers that train and obey the argument ``measure``
 _MEASURING = frozenset({"sft", "dpo", "reward_model"})
+#: algorithm of `realsys serve`
+SERVE = "serve"
 #: algorithm whose actor has a value head
 REWARD_MODEL = "reward_model"
 
@@ -285,7 +287,7 @@ def check_calls(flow: Dataflow) -> None:
 
 def is_supervised(config: Config) -> bool:
     """Return True if the run learns from rows of ``data.demos``, and agents play for evaluations only."""
-    return dataflow_of(config).rows != "rollout"
+    return dataflow_of(config).rows in ("demonstrations", "preferences")
 
 
 def can_measure(flow: Dataflow) -> bool:
@@ -294,8 +296,8 @@ def can_measure(flow: Dataflow) -> bool:
 
 
 def takes_prompts(config: Config) -> bool:
-    """Return True if the run trains on prompts of ``data.train``. A supervised run or an evaluation may have none."""
-    return not (config.evaluate_only or is_supervised(config))
+    """Return True if the run trains on prompts of ``data.train``, which other runs need not have."""
+    return dataflow_of(config).rows == "rollout" and not config.evaluate_only
 
 
 def advantages_by_token(config: Config) -> bool:
