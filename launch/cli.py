@@ -31,6 +31,7 @@ _COMMANDS, _LAB = "realsys.launch.commands", "realsys.lab"
 COMMANDS: Mapping[str, tuple[str, str]] = {
     "run": (f"{_COMMANDS}.run", "run a trial"),
     "chain": (f"{_COMMANDS}.chain", "run stages that start from each other: sft.yaml rm.yaml ppo.yaml"),
+    "serve": (f"{_COMMANDS}.serve", "train and sample for clients of the Tinker protocol"),
     "resume": (f"{_COMMANDS}.resume", "continue a trial with its own settings"),
     "init": (f"{_COMMANDS}.init", "write a training loop to start from"),
     "submit": ("realsys.launch.slurm.submit", "run a trial as a SLURM job"),

@@ -47,7 +47,8 @@ def conclude(
     if outcome.status == "interrupted":
         steps = (record["step"] for record in surviving_steps(paths.steps) if record["kind"] == "train")
         trained = max(steps, default=0)
-        tell(f"realsys: {outcome.reason}; {saved_line(trained, newest_step(paths))}\n  to continue: {again}")
+        kept = "the runs of its clients are kept" if config.is_service else saved_line(trained, newest_step(paths))
+        tell(f"realsys: {outcome.reason}; {kept}\n  to continue: {again}")
         return 128 + (outcome.signal or 2), summary
     return 0, summary
 

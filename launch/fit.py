@@ -33,7 +33,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from realsys.config.allocation import AUTO, has_servers, parse_allocation
+from realsys.config.allocation import AUTO, has_agents, has_servers, parse_allocation
 from realsys.config.backend_rules import backend_rules, sizes_of
 from realsys.config.dataflow import dataflow_of, is_supervised
 from realsys.config.device_memory import GIB, left_by_ranks
@@ -230,7 +230,7 @@ def _sharing(config: Config, machine: Machine) -> dict[str, tuple[Any, str]]:
 
 def _rollout_workers(config: Config, given: Collection[str], machine: Machine) -> dict[str, tuple[Any, str]]:
     """Start enough RolloutWorkers to keep all servers on GPUs busy, and no more than admission lets run."""
-    if not (machine.gpus and has_servers(config)) or not _is_open(config, given, _WORKERS):
+    if not (machine.gpus and has_agents(config)) or not _is_open(config, given, _WORKERS):
         return {}
     rollout, servers = config.rollout, parse_allocation(config.allocation).inference.data
     size, of_worker, admitted = rollout.sampled_episodes, rollout.max_concurrent, _admitted(config)
@@ -265,7 +265,7 @@ def _admitted(config: Config) -> int:
 
 def _held_episodes(config: Config, given: Collection[str], machine: Machine) -> dict[str, tuple[Any, str]]:
     """Let servers hold the keys of all episodes in progress, if the agent has several turns."""
-    if (config.model.path and not (Path(config.model.path) / "config.json").is_file()) or not has_servers(config):
+    if (config.model.path and not (Path(config.model.path) / "config.json").is_file()) or not has_agents(config):
         return {}
     rollout, allocation, backend = config.rollout, parse_allocation(config.allocation), backend_rules(config)
     groups = rollout.workers * rollout.max_concurrent

@@ -22,6 +22,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Self
 
+import msgspec
+
 from realsys.cluster.files import write_secret
 from realsys.cluster.names.connect import check_own_etcd, make_name_store, trial_names
 from realsys.cluster.network import bind_problem, is_loopback, take_address
@@ -57,6 +59,7 @@ from realsys.model_files.config_json import read_model
 from realsys.model_files.weight_headers import check_weights
 from realsys.observe.screen.text_figures import size_text
 from realsys.reward.rubric import read_rubric
+from realsys.serve.settings import ServeSettings
 from realsys.train.master.recovery import TrialStart, write_start
 
 _SET_UP = "setting up: model, data, and a check of every row"  # may take minutes
@@ -267,8 +270,8 @@ class Ready:
             self.lock.close()
 
 
-def prepare(config: Config, say: Callable[[str], None]) -> Ready:
-    """Make the folder of a resolved trial ready for its workers.
+def prepare(config: Config, say: Callable[[str], None], serve: ServeSettings | None = None) -> Ready:
+    """Make the folder of a resolved trial ready for its workers. ``serve``: for the clients of a service.
 
     Raises ConfigError, ModelError or DataError; then nothing is left of a new folder, and an old one is untouched.
     """
@@ -286,9 +289,9 @@ def prepare(config: Config, say: Callable[[str], None]) -> Ready:
                 outlive_agents(paths.coordinator, say)  # workers on other nodes do not hold the lock
                 trial = read_trial(config, paths)
             if trial.config is not None:
-                _continue(config, paths, trial, say)
+                _continue(config, paths, trial, say, serve)
             else:
-                _make(config, paths, trial, say)
+                _make(config, paths, trial, say, serve)
             lock.sign()
         except OSError as exc:
             problem = f"{paths.root} cannot be made ready: {exc.filename or 'a file in it'}: {exc.strerror}"
@@ -318,7 +321,9 @@ def _lock(config: Config, paths: TrialPaths, is_new: bool, say: Callable[[str], 
         raise
 
 
-def _make(config: Config, paths: TrialPaths, trial: StoredTrial, say: Callable[[str], None]) -> None:
+def _make(
+    config: Config, paths: TrialPaths, trial: StoredTrial, say: Callable[[str], None], serve: ServeSettings | None
+) -> None:
     """Make a new trial, in a folder with only the lock, or with what a launcher left that was killed in here."""
     try:
         check_here(config, paths)
@@ -335,6 +340,8 @@ def _make(config: Config, paths: TrialPaths, trial: StoredTrial, say: Callable[[
         for line in examined.lines:
             say(line)
         claim_keys(config, paths, say)
+        if serve is not None:
+            write_secret(paths.serve, msgspec.json.encode(serve))
         write_start(examined.start, paths.start)
         write_config(config, paths.config)  # last: with it the folder is a trial
     except BaseException:
@@ -384,7 +391,9 @@ def _empty(paths: TrialPaths) -> None:
             path.unlink()
 
 
-def _continue(config: Config, paths: TrialPaths, trial: StoredTrial, say: Callable[[str], None]) -> None:
+def _continue(
+    config: Config, paths: TrialPaths, trial: StoredTrial, say: Callable[[str], None], serve: ServeSettings | None
+) -> None:
     say(_SET_UP)
     examined = _examine(config, paths, trial)
     claim_keys(config, paths, say)
@@ -394,6 +403,8 @@ def _continue(config: Config, paths: TrialPaths, trial: StoredTrial, say: Callab
     write_digest(paths, examined.digest)
     if not paths.token.exists() or paths.token.stat().st_mode & 0o077:  # others may have read it
         write_secret(paths.token, secrets.token_urlsafe(32).encode())
+    if serve is not None:
+        write_secret(paths.serve, msgspec.json.encode(serve))
     write_start(examined.start, paths.start)
     write_config(config, paths.config)
     for line in examined.lines:
@@ -456,7 +467,7 @@ def _read_inputs(config: Config, paths: TrialPaths) -> DataCheck:
 
 
 def _data_line(sizes: Mapping[str, int]) -> str:
-    return "data: " + ", ".join(f"{count:,} {split}" for split, count in sizes.items() if count)
+    return "data: " + (", ".join(f"{count:,} {split}" for split, count in sizes.items() if count) or "none")
 
 
 # ---- checks what only this machine can tell, before anything starts: addresses, etcd, weight files, disk space

@@ -26,7 +26,15 @@ from rich.table import Table
 from realsys.cluster.aio import full_disk, run_beside
 from realsys.cluster.http_client import attempts
 from realsys.cluster.names.etcd_store import EtcdAccess, import_etcd3
-from realsys.cluster.network import HOST, PORTS, interfaces, is_loopback, join_host_port, own_addresses
+from realsys.cluster.network import (
+    HOST,
+    PORTS,
+    bind_problem,
+    interfaces,
+    is_loopback,
+    join_host_port,
+    own_addresses,
+)
 from realsys.cluster.process import RUN_ID, STORE_ADDRESS, read_errors
 from realsys.config.allocation import parse_allocation
 from realsys.config.backend_rules import backend_rules
@@ -80,6 +88,7 @@ from realsys.observe.screen.terminal import Terminal, print_trimmed, reported, t
 from realsys.observe.screen.text_figures import size_text
 from realsys.observe.step_log import EventKind, EventLog, StepTail
 from realsys.observe.trackers.link import Trackers, check_trackers
+from realsys.serve.settings import ServeSettings, read_settings
 from realsys.train.master.session import planned_steps
 from realsys.train.master.stopping import STOP_PROGRESS_S
 from realsys.train.master.stopping import progress as progress_of_stop
@@ -99,7 +108,10 @@ class RunOptions:
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A checked run. ``chosen``: lines about settings that were left open; ``placement``: on other machines."""
+    """A checked run. ``chosen``: lines about settings that were left open; ``placement``: on other machines.
+
+    ``serve``: for the clients of a service; None: those in its folder.
+    """
 
     config: Config
     paths: TrialPaths
@@ -107,6 +119,7 @@ class Planned:
     specs: list[ProcessSpec]
     placement: list[str]
     chosen: list[str]
+    serve: ServeSettings | None = None
 
 
 def plan_run(overrides: Sequence[str], options: RunOptions) -> Planned:
@@ -170,6 +183,7 @@ def show_plan(planned: Planned) -> None:
     """Make every check of a start and print the plan: a dry run. Raises RealsysError."""
     config = planned.config
     elsewhere = config.cluster.nodes > 0
+    served(planned)
     examined = examine(config, planned.paths, other_disk=elsewhere)
     place = place_of(config, parse_allocation(config.allocation), backend_rules(config), planned.machine)
     examined = replace(
@@ -192,10 +206,11 @@ def run_planned(planned: Planned, *, dry_run: bool, plain: bool, again: str = ""
     console = Terminal()
     say = functools.partial(console.print, highlight=False, soft_wrap=True, markup=False)
     host_of_launcher(config)  # before anything is written
+    serve = served(planned)
     console.print(f"trial [bold]{config.experiment}/{config.trial}[/] in {paths.root}", highlight=False, soft_wrap=True)
     for line in planned.chosen:
         say(line)
-    with prepare(config, say) as ready:
+    with prepare(config, say, serve) as ready:
         started = time.time()
         view = make_view(console, config, paths, plain=plain)
         outcome = asyncio.run(supervise(config, ready, specs, view))
@@ -208,6 +223,18 @@ def run_planned(planned: Planned, *, dry_run: bool, plain: bool, again: str = ""
         code, summary = conclude(config, paths, outcome, started, again)
     draw(config, paths, summary["steps"])
     return code
+
+
+def served(planned: Planned) -> ServeSettings | None:
+    """Return the settings of a service, whose port is free; None if the run is none. Raises ConfigError."""
+    config = planned.config
+    if not config.is_service:
+        return None
+    serve = planned.serve or read_settings(planned.paths.serve)
+    if not config.cluster.nodes and (problem := bind_problem(config.cluster.host, serve.port)):
+        remedy = "choose another one, or 0 for any: realsys serve --port"
+        raise ConfigError("port", serve.port, f"cannot be bound on {config.cluster.host}: {problem}: {remedy}")
+    return serve
 
 
 def _planned(config: Config, paths: TrialPaths, machine: Machine) -> tuple[list[ProcessSpec], list[str]]:
@@ -425,9 +452,12 @@ def _facts(config: Config, sizes: Mapping[str, int], place: Place) -> Iterator[t
     if not takes_prompts(config):
         loss, advantage = ppo.algorithm, ""
         episodes = f"{groups} {flow.rows} of at most {longest_sequence(config):,} tokens"
-    yield "batch", f"{episodes}: at most {batch_tokens(config):,} tokens"
-    yield "training", f"{loss}, lr {config.train.optimizer.lr:g}, {ppo.minibatches} minibatches{advantage}"
-    yield "steps", epochs_text(planned_steps(config, rows), rows / groups)
+    if config.is_service:
+        yield "clients", f"rows of at most {longest_sequence(config):,} tokens, adapters of rank {config.train.lora.rank}"
+    else:
+        yield "batch", f"{episodes}: at most {batch_tokens(config):,} tokens"
+        yield "training", f"{loss}, lr {config.train.optimizer.lr:g}, {ppo.minibatches} minibatches{advantage}"
+        yield "steps", epochs_text(planned_steps(config, rows), rows / groups)
     layers = model_of(config).layers
     again = recomputed_of_model(config.train.recompute, layers, allocation.actor.pipeline)
     yield "recompute", f"{again} of {layers} layers in the backward pass"

@@ -25,7 +25,7 @@ from realsys.launch.slurm.trial_job import TrialJob, describe_job, trial_state
 from realsys.launch.trial_folder import is_held
 from realsys.launch.words import resume_command
 from realsys.observe.screen.display import View, make_view
-from realsys.observe.screen.plain import PlainView, eval_line
+from realsys.observe.screen.plain import PlainView, ServiceView, eval_line
 from realsys.observe.screen.progress import Monitor, Record, TrialProgress, ask_once
 from realsys.observe.screen.text_figures import memory_of, memory_text
 from realsys.observe.step_log import Event, EventTail, StepTail
@@ -136,7 +136,7 @@ def _print(console: Console, snapshot: TrialSnapshot) -> None:
         say(f"{name}: {snapshot.state}, phase {progress.phase}{since}{what}")
         if snapshot.state == "running" and progress.address is None:
             say("no manager answers: the run is starting or ending")
-        PlainView(console).refresh(progress, snapshot.steps)
+        (ServiceView if snapshot.config.is_service else PlainView)(console).refresh(progress, snapshot.steps)
         for record in progress.evals.values():
             say(eval_line(record))
         if limit := bottleneck(paths):

@@ -190,6 +190,11 @@ def has_servers(config: Config) -> bool:
     return config.allocation == AUTO or parse_allocation(config.allocation).inference.data > 0
 
 
+def has_agents(config: Config) -> bool:
+    """Return True if the run has RolloutWorkers, and may have reward services. Raises ConfigError."""
+    return has_servers(config) and not config.is_service
+
+
 def own_servers(config: Config) -> int:
     """Return the number of servers with devices of their own. Raises ConfigError."""
     if config.evaluate_only or config.allocation == AUTO:

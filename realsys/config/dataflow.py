@@ -41,11 +41,13 @@ KV_VERSIONS = "kv_versions"
 #: likewise; read by all language models, if an agent may choose the temperature of a call
 TEMPERATURES = "temperatures"
 NO_LORA = LoraConfig()
-#: where the rows of a step come from: agents, or the lines of ``data.demos``, which are responses to imitate or pairs
-#: of a chosen and a rejected one
+#: where the rows of a step come from: agents; the lines of ``data.demos``, which are responses to imitate or pairs of a
+#: chosen and a rejected one; or clients of `realsys serve`
 Rows = Literal["rollout", "demonstrations", "preferences", "clients"]
 #: handlers that train and obey the argument ``measure``
 _MEASURING = frozenset({"sft", "dpo", "reward_model"})
+#: algorithm of `realsys serve`
+SERVE = "serve"
 #: algorithm whose actor has a value head
 REWARD_MODEL = "reward_model"
 
@@ -294,7 +296,7 @@ def can_measure(flow: Dataflow) -> bool:
 
 
 def takes_prompts(config: Config) -> bool:
-    """Return True if the run trains on prompts of ``data.train``. Any other run, or an evaluation, may have none."""
+    """Return True if the run trains on prompts of ``data.train``, which other runs need not have."""
     return dataflow_of(config).rows == "rollout" and not config.evaluate_only
 
 

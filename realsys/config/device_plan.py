@@ -167,6 +167,8 @@ def _blocks(config: Config, machine: Machine, node: NodeDevices) -> list[Block]:
     blocks += [
         Block(SERVER, range(n, n + 1), *server, init=init, workers=lending.get(n, range(0))) for n in range(servers)
     ]
+    if config.is_service:
+        return blocks
     workers, reward = config.rollout.workers, config.rollout.reward
     judging = 1 + reward.processes
     threads = 1 if reward.services else judging

@@ -376,13 +376,14 @@ ALGORITHM = Door(
 )
 
 #: function (session) that trains: ``realsys.loops``. ``session`` waits for a script outside of the MasterWorker,
-#: ``evaluate`` is what `realsys eval` runs in its place
+#: ``serve`` for clients of `realsys serve`, and ``evaluate`` is what `realsys eval` runs in its place
 LOOP = Door(
     "train.loop",
     "training loop",
     {
         "train": "realsys.loops:train",
         "session": "realsys.train.master.script_service:serve",
+        "serve": "realsys.train.master.client_service:serve",
         "evaluate": "realsys.train.master.request_evaluations:EvaluationRun",
     },
     takes("session"),

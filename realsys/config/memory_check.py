@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from realsys.config.allocation import Allocation, parse_allocation
+from realsys.config.allocation import Allocation, has_agents, parse_allocation
 from realsys.config.backend_rules import GPU_SHARE, BackendRules, sizes_of
 from realsys.config.dataflow import Dataflow, dataflow_of
 from realsys.config.device_memory import (
@@ -95,7 +95,7 @@ def place_of(config: Config, allocation: Allocation, backend: BackendRules, mach
     here = OnHost(
         ranks=0 if config.evaluate_only else allocation.workers,
         servers=allocation.inference.data,
-        others=2 + (config.rollout.workers + config.rollout.reward.services if allocation.inference.data else 0),
+        others=2 + (config.rollout.workers + config.rollout.reward.services if has_agents(config) else 0),
         engine=0 if elsewhere or not allocation.inference.data else int(backend.memory_bytes(nodes[-1])),
         ranks_on_gpu=on_gpus or gpus_of_torch(config, machine) > 0,
         servers_on_gpu=on_gpus or servers_use_gpus(config, machine, backend),

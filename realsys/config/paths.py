@@ -184,6 +184,11 @@ class TrialPaths:
         return self.root / "session.json"
 
     @property
+    def serve(self) -> Path:
+        """Port, name and keys of `realsys serve` (``realsys.serve.settings``); mode 0600."""
+        return self.root / "serve.json"
+
+    @property
     def stopping(self) -> Path:
         """File that shows how far the stop of the MasterWorker is; there only during a stop."""
         return self.root / "stopping"

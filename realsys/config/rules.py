@@ -18,9 +18,17 @@ from typing import Any
 import msgspec
 
 from realsys.agent_runner.contract import NATIVE, kind_of
-from realsys.config.allocation import ACTOR, Allocation, has_servers, parse_allocation, servers_wanted
+from realsys.config.allocation import (
+    ACTOR,
+    Allocation,
+    has_agents,
+    has_servers,
+    parse_allocation,
+    servers_wanted,
+)
 from realsys.config.backend_rules import BackendRules, backend_rules
 from realsys.config.dataflow import (
+    SERVE,
     Dataflow,
     check_calls,
     dataflow_of,
@@ -43,6 +51,7 @@ from realsys.config.doors import (
     has_steps,
 )
 from realsys.config.evaluation_sets import evaluation_sets, verifier_arguments, verifier_field
+from realsys.config.fields import Section
 from realsys.config.machine import Machine, port_range
 from realsys.config.memory_check import Place, check_memory, place_of
 from realsys.config.paths import TrialPaths
@@ -63,6 +72,8 @@ MOST_WITH_FILES = 64
 #: fields of ``data`` that kind=arith does not read
 _OF_FILES = ("train", "eval", "mixture", "layout", "layout_args", "source_args", "demos")
 _NAME_STORE = "cluster.name_store"
+#: sections and fields that a run for clients does not read
+_OF_AGENTS = ("rollout", "warmup", "resume", "data.train", "data.eval", "data.mixture", "data.demos", "evaluation.sets")
 #: settings that change which token is drawn but not its recorded log-prob -> values that switch them off
 _NOT_IN_LOGPROBS: dict[str, tuple[float, ...]] = {
     "top_p": (1,),
@@ -87,6 +98,7 @@ def check(config: Config, machine: Machine) -> Allocation:
     allocation.check_roles(flow.roles, config.allocation)
     _check_roles(config, flow)
     backend = backend_rules(config)
+    _check_service(config, backend)
     if allocation.inference.data:
         _check_generation(config, allocation, backend)
     place = _check_machine(config, allocation, machine, backend)
@@ -137,6 +149,36 @@ def _check_servers(config: Config, allocation: Allocation) -> None:
         raise ConfigError(field, made.problems, f"{problem}, or add them, e.g. allocation=serve.d1+{config.allocation}")
 
 
+def _check_service(config: Config, backend: BackendRules) -> None:
+    """Refuse what a run for the clients of `realsys serve` cannot do, and settings that it would not read."""
+    train, name = config.train, config.generation.backend
+    if config.is_service != (train.ppo.algorithm == SERVE):
+        problem = f"train.ppo.algorithm is {train.ppo.algorithm}, and both must be serve for clients: use realsys serve"
+        raise ConfigError("train.loop", train.loop, problem)
+    if not config.is_service:
+        return
+    if not train.lora.rank:
+        raise ConfigError("train.lora.rank", 0, "must be set, e.g. to 32: each client trains adapters of its own")
+    with BACKEND.guard(name, "adapters raised"):
+        if not backend.adapters():
+            problem = "cannot sample with the adapters of several clients: use generation=embedded"
+            raise ConfigError("generation.backend", name, problem)
+    if config.weights.transport != "disk":
+        problem = "must be disk: weights that clients sample from outlive the trainer"
+        raise ConfigError("weights.transport", config.weights.transport, problem)
+    if config.generation.sampling.temperature != 1:
+        problem = "must be 1: clients choose it with each request"
+        raise ConfigError("generation.sampling.temperature", config.generation.sampling.temperature, problem)
+    if any(made.problems for made in evaluation_sets(config).values()):
+        raise ConfigError("evaluation.problems", config.evaluation.problems, "must be 0: clients evaluate")
+    for field in _OF_AGENTS:
+        value = attrgetter(field)(config)
+        section = value.model_dump(exclude_defaults=True) if isinstance(value, Section) else value
+        if section:
+            problem = "is not read: clients have the data, the agents and the rewards; leave it out"
+            raise ConfigError(field, section, problem)
+
+
 def _check_generation(config: Config, allocation: Allocation, backend: BackendRules) -> None:
     with BACKEND.guard(config.generation.backend, "check or capacity raised"):
         backend.check(allocation)
@@ -146,7 +188,7 @@ def _check_generation(config: Config, allocation: Allocation, backend: BackendRu
         problem = "has no keys to reuse, because kv_on_update=recompute drops them at every update: set it to keep"
         raise ConfigError("asynchronous.kv_reuse_versions", updates.kv_reuse_versions, problem)
     running = config.rollout.workers * config.rollout.max_concurrent * config.rollout.sampled_episodes
-    if running > capacity:
+    if running > capacity and has_agents(config):
         remedy = f"lower it or raise {backend.capacity_field}" if backend.capacity_field else "lower it"
         problem = (
             f"{running} completions (rollout.workers x max_concurrent x episodes per prompt) "
@@ -173,6 +215,8 @@ def check_lending(
     servers += " devices of training ranks"
     if config.evaluate_only:
         raise ConfigError("allocation", config.allocation, f"an evaluation has no training ranks to share with: {plus}")
+    if config.is_service:
+        raise ConfigError("allocation", config.allocation, f"clients sample while others train: {plus}")
     if config.cluster.share_gpus:
         problem = f"{servers} in turn, when each side has all of the memory: set it to false"
         raise ConfigError("cluster.share_gpus", True, problem)
@@ -211,7 +255,7 @@ def _check_gpus(config: Config, machine: Machine, backend: BackendRules) -> None
 
 def _check_cluster(config: Config, allocation: Allocation) -> None:
     cluster = config.cluster
-    light = 2 + (config.rollout.workers + config.rollout.reward.services if allocation.inference.data else 0)
+    light = 2 + (config.rollout.workers + config.rollout.reward.services if has_agents(config) else 0)
     processes = allocation.workers + allocation.inference.data + light
     if cluster.name_store.backend == "file" and processes > MOST_WITH_FILES:
         problem = (

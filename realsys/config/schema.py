@@ -281,6 +281,11 @@ class Config(Section):
         """True for a trial of `realsys eval`: it serves the model and evaluates it, without ModelWorkers."""
         return self.train.loop == "evaluate"
 
+    @property
+    def is_service(self) -> bool:
+        """True for a trial of `realsys serve`: clients train and sample, and there are no agents."""
+        return self.train.loop == "serve"
+
     def with_ppo(self, settings: Mapping[str, Any]) -> Config:
         """Return this configuration with other values of ``train.ppo``, by field. Raises ConfigError."""
         if unknown := settings.keys() - PPOConfig.model_fields.keys():

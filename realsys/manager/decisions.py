@@ -121,7 +121,7 @@ class ManagerSettings:
             trains=trains,
             stale_policy=config.asynchronous.stale_policy,
             curriculum=_curriculum(config.data.curriculum),
-            order="none" if is_supervised(config) else config.data.order,
+            order="none" if is_supervised(config) or config.is_service else config.data.order,
             lease_s=manager.rollout_lease_s,
             routing=manager.routing,
             kv_reuse_versions=config.asynchronous.kv_reuse_versions,

@@ -17,12 +17,12 @@ from rich.segment import Segment
 from rich.text import Text
 
 from realsys.algorithm.token_losses import WARN_SHARE
-from realsys.config.allocation import parse_allocation
+from realsys.config.allocation import has_agents, parse_allocation
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.observe.evaluation_records import headline
 from realsys.observe.percent import percent
-from realsys.observe.screen.plain import PlainView
+from realsys.observe.screen.plain import PlainView, ServiceView, address_lines, tenant_line, tenants_of
 from realsys.observe.screen.progress import Record, TrialProgress, mean, number
 from realsys.observe.screen.text_figures import (
     curve_text,
@@ -54,7 +54,7 @@ class View(Protocol):
 def make_view(console: Console, config: Config, paths: TrialPaths, *, plain: bool) -> View:
     """Make a live view on a terminal, and a plain one for a file, a pipe or on request."""
     if plain or not console.is_terminal:
-        return PlainView(console)
+        return ServiceView(console) if config.is_service else PlainView(console)
     return LiveView(console, config, paths)
 
 
@@ -108,13 +108,13 @@ class LiveView:
 
 def expected_workers(config: Config) -> list[str]:
     """Return the names of the processes whose heartbeats the manager sees, in the order of their start."""
-    allocation = parse_allocation(config.allocation)
+    allocation, plays = parse_allocation(config.allocation), has_agents(config)
     counts = {
         "gserver_manager": 1,
         "generation_server": allocation.inference.data,
         "model_worker": allocation.workers,
-        "reward_service": config.rollout.reward.services if allocation.inference.data else 0,
-        "rollout_worker": config.rollout.workers if allocation.inference.data else 0,
+        "reward_service": config.rollout.reward.services if plays else 0,
+        "rollout_worker": config.rollout.workers if plays else 0,
     }
     return [f"{kind}/{index}" for kind, count in counts.items() for index in range(count)]
 
@@ -194,7 +194,9 @@ def lines(progress: TrialProgress, frame: Frame, width: int, height: int) -> lis
         waits = _wrapped(Text(f"waits for {', '.join(missing)}", "dim"), width, 2)
     head = [_cut(title, width), _cut(_phase(progress, frame), width), *waits, *_wrapped(Text(address), width, 2)]
     notes = _notes(frame, width, max(2, height // 4))
-    body = _side_by_side(_training(progress), _asynchrony(progress, frame.max_staleness), width)
+    body = _clients(progress, width) or _side_by_side(
+        _training(progress), _asynchrony(progress, frame.max_staleness), width
+    )
     time = [_cut(Text.assemble(("step time  ", "dim"), time_split(_recent(progress.train))), width)]
     servers = _servers(progress.status, width)
     room = height - len(head) - len(notes)
@@ -210,6 +212,12 @@ def lines(progress: TrialProgress, frame: Frame, width: int, height: int) -> lis
     spaces = [[Text()] if number < room else [] for number in range(len(blocks) - 1)]
     shown = itertools.chain(*itertools.chain(*itertools.zip_longest(blocks, spaces, fillvalue=[])))
     return list(itertools.islice(shown, max(0, height)))
+
+
+def _clients(progress: TrialProgress, width: int) -> list[Text]:
+    """Return how clients connect, and a line for each training run of one; [] if the run is not for clients."""
+    rows = [Text(tenant_line(tenant)) for tenant in tenants_of(progress)]
+    return [_cut(text, width) for text in [*(Text(line, "bold") for line in address_lines(progress)), *rows]]
 
 
 def _cut(text: Text, width: int) -> Text:

@@ -112,6 +112,61 @@ def _count(record: Record) -> str:
     return f"{step:>{len(total)}}/{total}"
 
 
+class ServiceView(PlainView):
+    """View of a run for clients: where they connect, and every few seconds what they do."""
+
+    _url = ""
+    _shown_at = 0.0
+    _shown: tuple[str, ...] = ()
+
+    def refresh(self, progress: TrialProgress, new: Iterable[Record] = ()) -> None:
+        super().refresh(progress, new)
+        for line in address_lines(progress) if served_at(progress) != self._url else ():
+            self._print(line)
+        self._url = served_at(progress)
+        shown = tuple(tenant_line(tenant) for tenant in tenants_of(progress))
+        if shown != self._shown and time.monotonic() >= self._shown_at + _EVERY_S:
+            for line in shown:
+                if line not in self._shown:
+                    self._print(line)
+            self._shown_at, self._shown = time.monotonic(), shown
+
+
+def served_at(progress: TrialProgress) -> str:
+    """Return the address for clients; "" before there is one."""
+    return str(_service(progress).get("url") or "")
+
+
+def tenants_of(progress: TrialProgress) -> list[Record]:
+    """Return the training runs of clients."""
+    tenants = _service(progress).get("tenants")
+    return [each for each in tenants if isinstance(each, Mapping)] if isinstance(tenants, list) else []
+
+
+def _service(progress: TrialProgress) -> Record:
+    master = progress.status.get("master")
+    serve = master.get("serve") if isinstance(master, Mapping) else None
+    return serve if isinstance(serve, Mapping) else {}
+
+
+def address_lines(progress: TrialProgress) -> list[str]:
+    """Return how a client in Python connects; [] before it can."""
+    if not (url := served_at(progress)):
+        return []
+    return [
+        f"clients: base_url={url}, api_key as in serve.json of the trial",
+        "  import tinker",
+        f"  tinker.ServiceClient(base_url={url!r}, api_key='tml-...').get_server_capabilities()",
+    ]
+
+
+def tenant_line(tenant: Record) -> str:
+    """Return one line about a training run of a client."""
+    counts = (f"{fmt(number(tenant, key), ',.0f')} {key}" for key in ("steps", "calls", "tokens", "waiting"))
+    error = f"  last error: {tenant['error']}" if tenant.get("error") else ""
+    return f"{tenant.get('owner', '?')}  {tenant.get('model_id', '?')}  {'  '.join(counts)}{error}"
+
+
 # ---- lines about an evaluation that runs: which part of its completions is there
 
 

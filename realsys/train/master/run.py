@@ -40,7 +40,7 @@ from realsys.manager.messages import RollBackRequest
 from realsys.model_calls import InitializeRequest, SamplesArrived
 from realsys.observe.step_log import StepRecord, surviving_steps
 from realsys.session import Session, run_script
-from realsys.train.master import script_service
+from realsys.train.master import client_service, script_service
 from realsys.train.master.checkpoints import Checkpoints, CheckpointSources
 from realsys.train.master.devices import Devices
 from realsys.train.master.executor import GraphExecutor
@@ -139,6 +139,9 @@ class MasterRun:
         if name == "session":
             await script_service.serve(self._session, self._ctx)
             return
+        if name == "serve":
+            await client_service.serve(self._parts, self._ctx, self._stop)
+            return
         loop = asyncio.get_running_loop()
 
         def call(method: str, *args: Any) -> Any:
@@ -185,7 +188,7 @@ class MasterRun:
         await parts.devices.give_back()
         if not has_trained(self._records()):
             await self._evaluate("before", done)
-        await self._status.enter("train")
+        await self._status.enter("serve" if self._ctx.config.is_service else "train")
         if start.own:
             # the results of these were lost with the predecessor of this trainer
             for eval_id, step in unanswered(self._records(), requested, done, self._sets, self._parts.total_steps):
@@ -432,5 +435,5 @@ def _build_publisher(ctx: WorkerContext, workers: ModelWorkers) -> Publisher:
         transport=config.weights.transport,
         timeout_s=config.cluster.request_timeout_s,
         served=has_servers(config),
-        snapshots=config.train.loop == SERVE,
+        snapshots=config.is_service,
     )

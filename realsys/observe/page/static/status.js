@@ -90,7 +90,16 @@ function showSplit() {
   $("splitLegend").replaceChildren(...parts.filter(part => part[3]).map(([label, , colour, percents]) => keyed(`${label} ${percents} %`, colour)),
     ...(small.length ? [element("span", `under 1 %: ${small.join(", ")}`, "soft")] : []));
 }
+function showClients(serve) {
+  $("clientsCard").hidden = !serve;
+  for (const id of ["tiles", "bottleneckCard", "charts", "samplesLink"]) $(id).hidden = Boolean(serve);
+  if (!serve) return;
+  $("clientsOf").textContent = "base_url=" + serve.url;
+  table("clients", [["owner"], ["model"], ["steps", "num"], ["calls", "num"], ["tokens", "num"], ["waiting", "num"], ["last error", "wrap error"]],
+    serve.tenants.map(t => [t.owner, t.model_id, number(t.steps), number(t.calls), number(t.tokens), number(t.waiting), t.error || ""]), "none yet");
+}
 function showLive(s) {
+  showClients(s && s.master.serve);
   for (const part of document.querySelectorAll(".live")) part.hidden = !s;
   const bad = s ? s.servers.filter(r => r.state === "quarantined" || r.state === "suspected").length : 0;
   $("trouble").hidden = !bad;
