@@ -184,6 +184,11 @@ class TrialPaths:
         return self.root / "session.json"
 
     @property
+    def clients(self) -> Path:
+        """Journals and states of the models of `realsys serve`'s clients, a folder for each."""
+        return self.root / "clients"
+
+    @property
     def serve(self) -> Path:
         """Port, name and keys of `realsys serve` (``realsys.serve.settings``); mode 0600."""
         return self.root / "serve.json"

@@ -40,7 +40,7 @@ from realsys.manager.messages import RollBackRequest
 from realsys.model_calls import InitializeRequest, SamplesArrived
 from realsys.observe.step_log import StepRecord, surviving_steps
 from realsys.session import Session, run_script
-from realsys.train.master import client_service, script_service
+from realsys.train.master import script_service, serving
 from realsys.train.master.checkpoints import Checkpoints, CheckpointSources
 from realsys.train.master.devices import Devices
 from realsys.train.master.executor import GraphExecutor
@@ -140,7 +140,7 @@ class MasterRun:
             await script_service.serve(self._session, self._ctx)
             return
         if name == "serve":
-            await client_service.serve(self._parts, self._ctx, self._stop)
+            await serving.serve(self._parts, self._ctx, self._stop)
             return
         loop = asyncio.get_running_loop()
 

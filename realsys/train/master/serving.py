@@ -18,20 +18,22 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from realsys.algorithm.balance import CostFunction
 from realsys.algorithm.minibatches import plan_minibatches, sequence_refs
 from realsys.algorithm.sequence_buffer import owners_of
-from realsys.cluster.aio import on_disk
+from realsys.cluster.aio import on_disk, run_beside
 from realsys.cluster.lease import CheckAlive
 from realsys.cluster.topology import Mesh
+from realsys.cluster.worker import WorkerContext
 from realsys.config.allocation import ACTOR
 from realsys.config.dataflow import Dataflow
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
+from realsys.config.trial_sizes import longest_sequence
 from realsys.errors import GenerationError
 from realsys.generation.client import GenerationClient, SamplingSpec
 from realsys.generation.completion import Completion
@@ -39,7 +41,12 @@ from realsys.generation.protocol import AdapterWeights
 from realsys.manager.client import ManagerClient
 from realsys.manager.messages import DataPosition
 from realsys.model_calls import ReadRequest
+from realsys.model_files.config_json import read_model
 from realsys.serve.contract import Adam, CallRefused, ClientRow, Passed, Sampled, Sampling, Snapshot
+from realsys.serve.routes import serve as serve_http
+from realsys.serve.service import ServeSettings as ServiceSettings
+from realsys.serve.service import Service
+from realsys.serve.settings import read_settings
 from realsys.train.checkpoint import checkpoint_files as files
 from realsys.train.checkpoint.checkpoint_files import CHECKPOINT, CheckpointState
 from realsys.train.master.checkpoints import commit, describe_role
@@ -56,9 +63,13 @@ from realsys.train.requests import (
     SwitchTenantRequest,
 )
 
+if TYPE_CHECKING:
+    from realsys.train.master.run import MasterParts
+
 log = logging.getLogger(__name__)
 
 _LOOK_S = 1.0  # seconds for which the list of servers is good
+_SHOW_S = 2.0  # seconds between two looks at what the status page shows
 _PATIENCE_S = 300.0  # wait of a sample for a server that can serve it
 
 
@@ -267,3 +278,57 @@ class ServerSampler:
 def _sampled(completion: Completion) -> Sampled:
     stopped = completion.finish_reason == "stop"
     return Sampled(completion.tokens.tolist(), completion.logprobs.tolist(), stopped, completion.top)
+
+
+# ---- the loop of `realsys serve`
+
+
+async def serve(parts: MasterParts, ctx: WorkerContext, stop: asyncio.Event) -> None:
+    """Serve clients until ``stop`` is set. What they have done is in the journals of their models."""
+    config, stored = ctx.config, read_settings(ctx.paths.serve)
+    model = read_model(ctx.paths.base_model(config))
+    targets = set(config.train.lora.targets)
+    settings = ServiceSettings(
+        base_model=stored.model_name,
+        lora_rank=config.train.lora.rank,
+        vocab=model.vocab,
+        longest=min(longest_sequence(config), config.train.microbatch_tokens),
+        attn={"qkv", "proj"} <= targets,
+        mlp={"gate_up", "down"} <= targets,
+        checkpoint_every=stored.checkpoint_every,
+        owners=stored.owners,
+    )
+    trainer = RankTrainer(
+        config,
+        ctx.paths,
+        parts.flow,
+        parts.meshes[ACTOR],
+        parts.costs[ACTOR],
+        parts.workers,
+        parts.publisher,
+        incarnation=ctx.incarnation,
+        check_alive=ctx.check_alive,
+    )
+    client = GenerationClient.of(config.generation, ctx.token, ctx.check_alive)
+    service = Service(trainer, ServerSampler(parts.connections.manager, client), settings, ctx.paths.clients)
+    await service.open()
+    ready = asyncio.get_running_loop().create_future()
+
+    async def show() -> None:
+        """Put the models of the clients on the status page whenever they have changed."""
+        shown: dict[str, Any] = {}
+        while True:
+            status = {"url": await asyncio.shield(ready), **service.status()}
+            if status != shown:
+                shown = status
+                await parts.status.show({"serve": status})
+            await asyncio.sleep(_SHOW_S)
+
+    serving = serve_http(
+        service, config.cluster.host, stored.port, on_ready=ready.set_result, check_alive=ctx.check_alive
+    )
+    try:
+        await run_beside(stop.wait(), run_beside(serving, show()))
+    finally:
+        service.close()
+        await client.close()
