@@ -127,7 +127,7 @@ class PPOConfig(Section):
     algorithm: str = Field(
         "ppo",
         description="dataflow of a train step: ppo; sft, dpo or reward_model, which learn from data.demos;"
-        " or package.module:function",
+        " serve, for realsys serve; or package.module:function",
     )
     loss: str = Field(
         "ppo",

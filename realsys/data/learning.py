@@ -20,7 +20,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from realsys.config.dataflow import dataflow_of
+from realsys.config.dataflow import dataflow_of, is_supervised
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.config.schema_data import HELD_OUT, TRAIN
@@ -175,11 +175,11 @@ def learning_data(config: Config, paths: TrialPaths, tokenizer: TextTokenizer) -
     path, rows = dataset_files(config, paths).demos, dataflow_of(config).rows
     if path is None:
         reader = "the supervised warm-up: name a file, or set warmup.steps=0"
-        if rows != "rollout":
+        if is_supervised(config):
             reader = f"train.ppo.algorithm={config.train.ppo.algorithm}: name a file of {rows} (docs/data.md)"
         raise ConfigError("data.demos", config.data.demos, f"is needed by {reader}")
     template = config.data.chat_template
-    if rows == "rollout":
+    if rows == "rollout" or rows == "clients":
         return LearningData(path, tokenizer, rows="demonstrations", chat_template=template)
     return LearningData(path, tokenizer, rows=rows, chat_template=template, held_out=config.data.eval_fraction)
 
@@ -189,7 +189,7 @@ def check_learning_data(config: Config, data: LearningData) -> LearningCheck:
 
     The warm-up imitates what agents do, so its responses have their limits.
     """
-    if dataflow_of(config).rows != "rollout":
+    if is_supervised(config):
         return data.check(longest=config.train.microbatch_tokens)
     response, sequence = config.generation.sampling.max_new_tokens, longest_sequence(config)
     return data.check(longest=config.train.microbatch_tokens, prompt=sequence - response, response=response)

@@ -78,7 +78,8 @@ class CheckpointWriter:
     def begin(self, directory: Path, step: int, *, trained_only: bool = False) -> None:
         """Copy the current state, and start to write it into the existing ``directory``.
 
-        ``trained_only``: without the frozen parameters. Raises CheckpointError if the last checkpoint has not been finished.
+        ``trained_only``: without the frozen parameters. Raises CheckpointError if the last checkpoint has not been
+        finished.
         """
         if self._thread is not None:
             raise CheckpointError(f"checkpoint {directory}: the one before it is not finished; call finish() first")
@@ -145,14 +146,14 @@ class CheckpointWriter:
 def load_checkpoint(role: Role, directory: Path, *, trained_only: bool = False) -> None:
     """Replace the training state of ``role`` by the one in ``directory``, written by any layout.
 
-    ``trained_only``: frozen parameters and random generators stay as they are. Every rank of the mesh calls it. Raises CheckpointError for a checkpoint that is incomplete, belongs to
-    another model, or is damaged in a part that this rank or another rank of its data group reads; the role must then
-    not be used.
+    ``trained_only``: frozen parameters and random generators stay as they are. Every rank of the mesh calls it. Raises
+    CheckpointError for a checkpoint that is incomplete, belongs to another model, or is damaged in a part that this
+    rank or another rank of its data group reads; the role must then not be used.
     """
     indexes = agreed(role.groups.whole, lambda: _read_indexes(role, directory), CheckpointError)
     with onloaded(role), PieceReader(directory, indexes) as reader:
         _start_phase(role, indexes[0].phase)
-        slots = [slot for slot in slots_of(role) if slot.held or not trained_only]
+        slots = [slot for slot in slots_of(role) if slot.trained or not trained_only]
         wanted = agreed(
             role.groups.whole, lambda: [_parts(role, directory, reader, slot) for slot in slots], CheckpointError
         )
@@ -208,7 +209,7 @@ def model_sizes(role: Role) -> dict[str, int]:
 
 def _snapshots(role: Role, *, trained_only: bool) -> Iterator[TensorSnapshot]:
     for slot in slots_of(role):
-        if not slot.writes or (trained_only and slot.held is None):
+        if not slot.writes or (trained_only and not slot.trained):
             continue
         yield from snapshot(PARAMETER, slot.shard, slot.master(), slot.start)
         for kind, value in slot.held.tensors().items() if slot.held else ():
@@ -325,9 +326,9 @@ class HeldParameter:
         return tensors
 
     def restore(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Replace the optimizer states of the parameter by copies of ``tensors``, which any kind of Adam may have written.
+        """Replace the optimizer states of the parameter by copies of ``tensors``, which any kind of Adam has written.
 
-        Those of its shape may be flat, and all on any device. Without any, its next step is its first.
+        They may be flat, and on any device. Without any, the next step is the first.
         """
         self.optimizer.state.pop(self.key, None)
         self.group.pop(_STEP, None)
@@ -349,13 +350,18 @@ class HeldParameter:
 class Slot:
     """One parameter on this rank.
 
-    ``held``: None if the parameter is not trained. ``writes``: True on one of the ranks with equal copies.
+    ``held``: None if the parameter is not trained, or the distributed optimizer has all of it on other ranks.
+    ``writes``: True on one of the ranks with equal copies.
     """
 
     shard: TensorShard
     parameter: torch.Tensor  # the model's copy of the shard
     held: HeldParameter | None
     writes: bool
+
+    @property
+    def trained(self) -> bool:
+        return self.parameter.requires_grad
 
     @property
     def start(self) -> int:

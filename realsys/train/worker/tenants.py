@@ -16,7 +16,7 @@ rest is added too, and never read.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -26,7 +26,7 @@ from realsys.algorithm.client_losses import client_loss
 from realsys.algorithm.loss import finish_stats, merge_stats
 from realsys.algorithm.loss_tokens import Segments
 from realsys.model_calls import Empty, MfcRequest
-from realsys.train.checkpoint.saver import HeldParameter, Slot, load_checkpoint, slots_of
+from realsys.train.checkpoint.saver import Slot, load_checkpoint, slots_of
 from realsys.train.megatron import lora
 from realsys.train.megatron.heads import Outputs
 from realsys.train.megatron.offload import OffloadCopies
@@ -72,19 +72,19 @@ class Tenants:
             module = role.engine.module
             assert module is not None, "'initialize' comes first"
             role.engine.use_optimizer("train", role.settings.optimizer)
-            held = [(slot, slot.held) for slot in slots_of(role) if slot.held is not None]
+            slots = [slot for slot in slots_of(role) if slot.trained]
             if self.current is not None:
                 away = self._states[self.current]
-                away.tensors, away.gradients = away.memory.take(_tensors(held)), role.gradients
+                away.tensors, away.gradients = away.memory.take(_tensors(slots)), role.gradients
             self.current = None  # until the exchange is complete
             state = self._states.setdefault(tenant, _Away(OffloadCopies(role.device)))
             if state.tensors:
-                _restore(held, state.tensors)
+                _restore(slots, state.tensors)
             else:
                 lora.draw(module, request.seed)
-                for slot, own in held:
-                    slot.master().copy_(slot.parameter.view(-1)[own.start : own.start + own.key.numel()])
-                    own.restore({})
+                _restart(slots)
+                for slot in slots:
+                    slot.master().copy_(slot.parameter.view(-1)[slot.start :][: slot.master().numel()])
             role.gradients, state.gradients = state.gradients, None
             lora.merge(module)
         self.current = tenant
@@ -113,28 +113,36 @@ class Tenants:
         role = self._role
         with onloaded(role):
             load_checkpoint(role, Path(request.directory), trained_only=True)
-            for slot in slots_of(role) if not request.optimizer else ():
-                if slot.held is not None:
-                    slot.held.restore({})
+            if not request.optimizer:
+                _restart(slots_of(role))
         role.gradients = None
         return Empty()
 
 
-def _tensors(held: Sequence[tuple[Slot, HeldParameter]]) -> Iterator[tuple[str, torch.Tensor]]:
-    for number, (slot, own) in enumerate(held):
-        for name, value in {_PARAMETER: slot.parameter, _MASTER: slot.master(), **own.tensors()}.items():
+def _restart(slots: Iterable[Slot]) -> None:
+    """Make the optimizer's next step its first."""
+    for slot in slots:
+        if slot.held is not None:
+            slot.held.restore({})
+
+
+def _tensors(slots: Sequence[Slot]) -> Iterator[tuple[str, torch.Tensor]]:
+    for number, slot in enumerate(slots):
+        states = slot.held.tensors() if slot.held is not None else {}
+        for name, value in {_PARAMETER: slot.parameter, _MASTER: slot.master(), **states}.items():
             yield f"{number}/{name}", value
 
 
-def _restore(held: Sequence[tuple[Slot, HeldParameter]], tensors: Mapping[str, torch.Tensor]) -> None:
+def _restore(slots: Sequence[Slot], tensors: Mapping[str, torch.Tensor]) -> None:
     by_slot: dict[int, dict[str, torch.Tensor]] = defaultdict(dict)
     for name, value in tensors.items():
-        number, kind = name.split("/", 1)
-        by_slot[int(number)][kind] = value
-    for number, (slot, own) in enumerate(held):
+        place, kind = name.split("/", 1)
+        by_slot[int(place)][kind] = value
+    for number, slot in enumerate(slots):
         slot.parameter.copy_(by_slot[number].pop(_PARAMETER))
         slot.master().copy_(by_slot[number].pop(_MASTER))
-        own.restore(by_slot[number])
+        if slot.held is not None:
+            slot.held.restore(by_slot[number])
 
 
 class TenantLoss:

@@ -12,8 +12,10 @@ from realsys.config.dataflow import (
     can_measure,
     check_calls,
     dataflow_of,
+    is_supervised,
     role_settings,
     saved_roles,
+    takes_prompts,
 )
 from realsys.errors import ConfigError
 from tests.support.processes.config_trees import changed
@@ -263,6 +265,15 @@ def test_a_checkpoint_has_what_no_directory_has():
     assert saved("warmup.steps=0") == ["actor", "critic"]
     assert saved("warmup.steps=1") == ["actor", "critic", "ref"], "the reference is the warmed-up actor"
     assert saved("warmup.steps=1", "roles.ref.path=/models/ref") == ["actor", "critic"]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "prompts", "supervised"),
+    [("ppo", True, False), ("sft", False, True), ("dpo", False, True), ("serve", False, False)],
+)
+def test_algorithm_says_which_rows_a_run_trains_on(algorithm, prompts, supervised):
+    config = changed(f"train.ppo.algorithm={algorithm}")
+    assert (takes_prompts(config), is_supervised(config)) == (prompts, supervised)
 
 
 @pytest.mark.parametrize(("handler", "measures"), [("sft", True), ("my_module:Mine", False)])

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from realsys.algorithm.minibatches import sequence_refs
 from realsys.algorithm.sequence_buffer import SequenceBuffer
 from realsys.algorithm.token_losses import mask_group
 from realsys.config.paths import TrialPaths
@@ -22,6 +23,7 @@ from realsys.errors import ConfigError, StreamError
 from realsys.model_calls import ClearRequest, Empty, KeepDroppedRequest
 from realsys.observe.dropped_groups import DroppedWriter, group_files, read_group
 from realsys.train.recording import TooOldGroups
+from realsys.train.requests import ClientRows
 from realsys.train.step_gate import GateState, PauseStepRequest, SettleRequest, StepAbandoned, StepGate, decide
 from realsys.train.worker.call_service import LearningSource, ModelWorkerService, WorkerParts
 from realsys.train.worker.data_manager import DataManager, array_size, version_tokens, without_older
@@ -113,6 +115,47 @@ def test_group_beyond_a_bound_is_refused(bound, value, good, bad, problem):
     assert data.add_group(good) is not None
     with pytest.raises(StreamError, match=f"model_worker/3: group t2 .*{problem}"):
         data.add_group(bad)
+    assert len(data) == 1
+
+
+def client_rows(*tokens):
+    """Rows in the loss from their third token on."""
+    rows = ClientRows({}, {}, {}, {})
+    for number, own in enumerate(tokens):
+        name = f"call 7/{len(tokens) - number}"
+        rows.tokens[name] = np.array(own, np.int32).tobytes()
+        rows.loss_mask[name] = (np.arange(len(own)) >= 2).tobytes()
+        rows.logprobs[name] = np.full(len(own) - 2, -1.5, np.float32).tobytes()
+        rows.advantages[name] = np.arange(len(own) - 2, dtype=np.float32).tobytes()
+    return rows
+
+
+def test_rows_of_a_client_are_stored_in_their_order():
+    """As a group, so that what they begin with is computed once, and each as an episode."""
+    data = DataManager(3)
+    metas = data.add_rows(client_rows([5, 6, 7, 8], [5, 6], [5, 6, 9]))
+    assert [meta.sample_id for meta in metas] == ["call 7/3", "call 7/2", "call 7/1"]
+    assert [(meta.length, meta.loss_tokens, meta.owner, meta.group_rows) for meta in metas] == [
+        (4, 2, 3, 3), (2, 0, 3, 3), (3, 1, 3, 3)
+    ]  # fmt: skip
+    refs = sequence_refs([metas])
+    assert [ref.episode for ref in refs] == [0, 1, 2] and all(ref.last for ref in refs)
+    assert [ref.shared for ref in refs] == [[(0, 2)]] * 3
+    assert data.get("call 7/3", "tokens").tolist() == [5, 6, 7, 8]
+    assert data.get("call 7/3", "loss_mask").tolist() == [False, False, True, True]
+    assert data.get("call 7/3", "behav_logprobs").tolist() == [-1.5, -1.5]
+    assert data.get("call 7/3", "advantages").tolist() == [0.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("bound", "problem"), [("vocabulary", "has token 9, .* has 9"), ("row_limit", "10 tokens, .* 9")]
+)
+def test_row_of_a_client_beyond_a_bound_is_refused(bound, problem):
+    data = DataManager(3)
+    setattr(data, bound, 9)
+    assert data.add_rows(client_rows(range(8)))
+    with pytest.raises(StreamError, match=f"model_worker/3: group call 7/2 of a client .*{problem}"):
+        data.add_rows(client_rows([1, 2], range(10)))
     assert len(data) == 1
 
 

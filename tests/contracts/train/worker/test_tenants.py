@@ -1,8 +1,10 @@
 """Tenants on ranks: what one of them computes does not depend on the others. Every request goes through the service."""
 
+import json
 import threading
 from dataclasses import dataclass
 
+import megatron.core.optimizer as megatron_optimizer
 import numpy as np
 import pytest
 import torch
@@ -14,7 +16,6 @@ from realsys.config.dataflow import dataflow_of
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.model_calls import InitializeRequest, MfcRequest, ReadRequest
-from realsys.train.checkpoint.checkpoint_files import index_file, rank_stem, read_index
 from realsys.train.requests import (
     AddRowsRequest,
     ClientRows,
@@ -28,7 +29,7 @@ from realsys.train.worker.call_service import ModelWorkerService, WorkerParts
 from realsys.train.worker.data_manager import DataManager
 from realsys.weights.disk.writer import DiskWriter, ShardWriter
 from tests.support.serving.hf_models import VOCAB, make_model
-from tests.support.training.checkpoint_ranks import complete, everything
+from tests.support.training.checkpoint_ranks import FusedAdam, complete, everything
 from tests.support.training.played_master import Message, PlayedMaster, own_share
 from tests.support.training.train_ranks import FORMED, run_ranks
 
@@ -127,10 +128,16 @@ def make_rows(key, count=5, prompt=3):
     return rows
 
 
-def run(text, config, body, model):
-    """``body(Rank)`` on every rank of the layout ``text``."""
+def run(text, config, body, model, fused=False):
+    """``body(Rank)`` on every rank of the layout ``text``. ``fused``: Megatron finds a fused Adam."""
     layout = parse_allocation(f"sglang.d1+{text}").actor
-    return run_ranks(layout.world_size, lambda r, d: body(Rank(r, d, config, model)), config, layout)
+
+    def on_rank(rank, device):
+        if fused:  # in this forked process only
+            vars(megatron_optimizer).update(Adam=FusedAdam, USING_PYTORCH_OPTIMIZER=False)
+        return body(Rank(rank, device, config, model))
+
+    return run_ranks(layout.world_size, on_rank, config, layout)
 
 
 def same(left, right):
@@ -194,6 +201,7 @@ def play(rank, names, folder):
     [
         ("d1", {}),
         ("d1", {"train": {"offload": "all"}}),
+        ("d1", {"fused": True}),
         ("d2", {}),
         ("d2", {"train": {"distributed_optimizer": True}}),
         ("d2", {"train": {"distributed_optimizer": True}, "model": {"dtype": "bfloat16"}}),
@@ -201,16 +209,178 @@ def play(rank, names, folder):
     ],
 )
 def test_interleaved_tenants_are_bit_equal_to_each_alone(layout, settings, model, tmp_path):
-    config = make_config(**settings)
+    fused = settings.get("fused", False)
+    config = make_config(**{name: value for name, value in settings.items() if name != "fused"})
 
     def body(rank):
         return play(rank, list(PROGRAMS), tmp_path / "all")
 
-    together = run(layout, config, body, model)
+    together = run(layout, config, body, model, fused)
     for name in PROGRAMS:
-        alone = run(layout, config, lambda rank, own=name: play(rank, [own], tmp_path / "alone"), model)
+        alone = run(layout, config, lambda rank, own=name: play(rank, [own], tmp_path / "alone"), model, fused)
         for (found, states), (own, own_states) in zip(together, alone, strict=True):
             assert found[name] == own[name]
             same(states[name], own_states[name])
     states = together[0][1]
     assert any(not torch.equal(states["c"][name], states["d"][name]) for name in states["c"] if "model/" in name)
+
+
+# ---- one tenant
+
+
+def test_step_is_that_of_adamw_with_the_sum_of_gradients(model):
+    """Two steps with other settings each: weight decay of all adapters, and a bound on the norm in the second."""
+
+    def body(rank):
+        rank.switch("a", 1)
+        adapters = rank.adapters()
+        expected = {name: p.detach().clone() for name, p in adapters.items()}
+        adam = torch.optim.AdamW(expected.values(), fused=True)
+        for number, (lr, beta1, beta2, eps, decay, bound) in enumerate(
+            [(1e-2, 0.9, 0.95, 1e-12, 0.0, 0.0), (3e-2, 0.5, 0.8, 1e-3, 0.3, 0.1)]
+        ):
+            for value in expected.values():
+                value.grad = torch.zeros_like(value)
+            for call in range(2):
+                rank.forward_backward(make_rows([number, call]))
+                for name, value in expected.items():
+                    value.grad += adapters[name].main_grad
+            gradients = [value.grad for value in expected.values()]
+            norm = sum(float(g.double().square().sum()) for g in gradients) ** 0.5
+            if bound:
+                for gradient in gradients:
+                    gradient *= bound / norm
+            adam.param_groups[0].update(lr=lr, betas=(beta1, beta2), eps=eps, weight_decay=decay)
+            adam.step()
+            reply = rank.step(StepTenantRequest(ACTOR, lr, beta1, beta2, eps, decay, bound))
+            assert reply.applied and reply.grad_norm == pytest.approx(norm, rel=1e-5)
+            for name, value in expected.items():
+                torch.testing.assert_close(adapters[name].detach(), value, msg=lambda m, n=name: f"{n}: {m}")
+
+    run("d1", make_config(), body, model)
+
+
+@pytest.mark.parametrize("distributed", [False, True])
+def test_several_calls_are_one_call_with_all_rows(distributed, model):
+    parts = [make_rows([9, call]) for call in range(3)]
+    union = ClientRows(
+        *({n: x for part in parts for n, x in getattr(part, f).items()} for f in parts[0].__struct_fields__)
+    )
+
+    def body(rank):
+        norms, found = [], []
+        for tenant, calls in {"several": parts, "one": [union]}.items():
+            rank.switch(tenant, 1)
+            for _ in range(2):
+                for rows in calls:
+                    rank.forward_backward(rows)
+                norms.append(rank.step().grad_norm)
+            found.append({name: p.detach().clone() for name, p in rank.adapters().items()})
+        assert norms[:2] == pytest.approx(norms[2:], rel=1e-5)
+        for name, value in found[0].items():
+            torch.testing.assert_close(found[1][name], value, atol=1e-5, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+
+    run("d2", make_config(train={"distributed_optimizer": distributed}), body, model)
+
+
+def test_layouts_train_the_same_tenant(model):
+    """Also the adapter that it begins with."""
+
+    def body(rank):
+        found, norms = [], []
+        for seed in (1, 2):
+            rank.switch(f"tenant {seed}", seed)
+            for number in range(3):
+                logprobs, stats = rank.forward_backward(make_rows([seed, number]))
+                found.append((logprobs, stats.get("loss_sum")))
+                norms.append(rank.step().grad_norm)
+        return found, norms
+
+    expected, norms = run("d1", make_config(), body, model)[0]
+    for layout in ("d2", "p2", "m2", "d2p2m2"):
+        for found, own_norms in run(layout, make_config(), body, model):
+            assert own_norms == pytest.approx(norms, rel=1e-3)
+            for (logprobs, loss), (wanted, wanted_loss) in zip(found, expected, strict=True):
+                assert logprobs == {name: pytest.approx(wanted[name], abs=1e-3) for name in logprobs}
+                assert loss in (None, pytest.approx(wanted_loss, rel=1e-3, abs=1e-2))
+    assert norms[0] != norms[3]
+
+
+def with_advantages(rows, value):
+    advantages = {n: np.full(len(x) // 4, value, np.float32).tobytes() for n, x in rows.advantages.items()}
+    return ClientRows(rows.tokens, rows.loss_mask, rows.logprobs, advantages)
+
+
+@pytest.mark.parametrize("value", [None, 0.0, float("nan")])
+def test_step_without_a_usable_gradient_changes_nothing(value, model):
+    """No gradient, a gradient of zero, one that is not finite; and the next step does not have it."""
+
+    def body(rank):
+        rank.switch("a", 1)
+        rank.forward_backward(make_rows([1]))
+        rank.step()
+        before = rank.state()
+        if value is not None:
+            rank.forward_backward(with_advantages(make_rows([2]), value))
+        reply = rank.step()
+        assert not reply.applied
+        same(before, rank.state())
+        assert rank.role.gradients is None
+        rank.forward_backward(make_rows([3]))
+        assert rank.step().applied
+
+    run("d2", make_config(train={"distributed_optimizer": True}), body, model)
+
+
+def test_new_and_dropped_tenants_start_anew(model):
+    def body(rank):
+        first = rank.state() if rank.role.engine.optimizer else None
+        own = {name: p.detach().clone() for name, p in rank.adapters().items()}
+        assert first is None
+        rank.switch("a", seed=7)  # that of the configuration
+        fresh = rank.state()
+        same(own, {name: p.detach().clone() for name, p in rank.adapters().items()})
+        for drop in ({"a"}, set(), {"a", "b"}):
+            rank.forward_backward(make_rows([1]))
+            assert rank.step().applied
+            rank.forward_backward(make_rows([2]))
+            rank.switch("b" if drop == set() else "a", seed=7, drop=drop)
+            assert rank.role.gradients is None
+            same(fresh, rank.state())
+        rank.switch("c", seed=8)
+        assert any(not torch.equal(value, own[name]) for name, value in rank.adapters().items())
+
+    run("d1", make_config(), body, model)
+
+
+def test_checkpoint_of_a_tenant_moves_to_another_layout(model, tmp_path):
+    """It has adapters and their optimizer state only, and a load leaves the random generators alone."""
+
+    def write(rank):
+        rank.switch("a", 1)
+        for number in range(2):
+            rank.forward_backward(make_rows([number]))
+            rank.step()
+        rank.save(tmp_path / "step-00000001")
+        rank.forward_backward(make_rows([5]))
+        return rank.step().grad_norm, rank.forward_backward(make_rows([6]), backward=False)[0]
+
+    def read(rank):
+        rank.switch("other", 3)
+        rank.forward_backward(make_rows([8]))
+        rank.load(tmp_path / "step-00000001")
+        torch.rand(3)
+        state = torch.get_rng_state()
+        rank.load(tmp_path / "step-00000001")
+        assert torch.equal(torch.get_rng_state(), state) and rank.role.gradients is None
+        rank.forward_backward(make_rows([5]))
+        return rank.step().grad_norm, rank.forward_backward(make_rows([6]), backward=False)[0]
+
+    written = run("d2", make_config(train={"distributed_optimizer": True}), write, model)
+    texts = [json.loads(path.read_text()) for path in (tmp_path / "step-00000001").glob("*.json")]
+    names = {piece["name"] for text in texts for piece in text.get("pieces", ()) if piece["kind"] == "param"}
+    assert names and all(".adapter." in name for name in names)
+    expected = {name: values for _, part in written for name, values in part.items()}
+    for norm, logprobs in run("m2", make_config(), read, model):
+        assert norm == pytest.approx(written[0][0], rel=1e-4)
+        assert logprobs == {name: pytest.approx(values, abs=1e-4) for name, values in expected.items()}
