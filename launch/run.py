@@ -453,7 +453,10 @@ def _facts(config: Config, sizes: Mapping[str, int], place: Place) -> Iterator[t
         loss, advantage = ppo.algorithm, ""
         episodes = f"{groups} {flow.rows} of at most {longest_sequence(config):,} tokens"
     if config.is_service:
-        yield "clients", f"rows of at most {longest_sequence(config):,} tokens, adapters of rank {config.train.lora.rank}"
+        yield (
+            "clients",
+            f"rows of at most {longest_sequence(config):,} tokens, adapters of rank {config.train.lora.rank}",
+        )
     else:
         yield "batch", f"{episodes}: at most {batch_tokens(config):,} tokens"
         yield "training", f"{loss}, lr {config.train.optimizer.lr:g}, {ppo.minibatches} minibatches{advantage}"

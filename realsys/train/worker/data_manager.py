@@ -266,22 +266,24 @@ class DataManager:
             )
 
     def add_rows(self, rows: ClientRows) -> list[SampleMeta]:
-        """Store rows of a client, and return their metadata in the order of ``rows``: a group, each row an episode.
+        """Store rows of a client, and return their metadata in the order of ``rows``: each has a ticket of its own.
 
-        Raises StreamError for rows that would end the trainer; the service has refused them before.
+        As one group they share what they begin with. Raises StreamError for rows that would end the trainer; the service
+        has refused them before.
         """
         names = list(rows.tokens)
         tokens = [np.frombuffer(rows.tokens[name], np.int32) for name in names]
-        self._check_rows(f"model_worker/{self._worker}: group {names[0]} of a client", tokens)
+        for name, own in zip(names, tokens, strict=True):
+            self._check_rows(f"model_worker/{self._worker}: row {name} of a client", [own])
         columns = {"loss_mask": rows.loss_mask, "behav_logprobs": rows.logprobs, "advantages": rows.advantages}
         metas = []
-        for number, (name, own, shared) in enumerate(zip(names, tokens, shared_beginnings(tokens), strict=True)):
+        for name, own, shared in zip(names, tokens, shared_beginnings(tokens), strict=True):
             arrays = {key: np.frombuffer(column[name], ARRAY_KEYS[key][0]) for key, column in columns.items()}
             # Copies: the arrays are views of a message, and cannot be written.
             self.put(name, {key: array.copy() for key, array in {"tokens": own, **arrays}.items()})
             meta = SampleMeta(
                 sample_id=name,
-                ticket_id=names[0],
+                ticket_id=name,
                 attempt=0,
                 length=len(own),
                 loss_tokens=int(arrays["loss_mask"].sum()),
@@ -291,8 +293,6 @@ class DataManager:
                 version_max=0,
                 owner=self._worker,
                 arrived=time.time(),
-                episode=number,
-                group_rows=len(names),
                 shared=shared,
             )
             metas.append(meta)

@@ -177,7 +177,8 @@ class TenantLoss:
         if not role.groups.last_stage:
             return CallOutcome()
         totals = reduce_stats(stats, role)
-        return CallOutcome({**finish_stats(totals), "loss_sum": totals["loss_sum"]})
+        means = finish_stats(totals) if totals["tokens"] else {}  # else they would be NaN
+        return CallOutcome({**means, "tokens": totals["tokens"], "loss_sum": totals["loss_sum"]})
 
 
 def _add_gradients(role: Role) -> None:

@@ -131,13 +131,12 @@ def client_rows(*tokens):
 
 
 def test_rows_of_a_client_are_stored_in_their_order():
-    """As a group, so that what they begin with is computed once, and each as an episode."""
+    """Each is an episode. What they begin with is computed once if they are one group."""
     data = DataManager(3)
     metas = data.add_rows(client_rows([5, 6, 7, 8], [5, 6], [5, 6, 9]))
     assert [meta.sample_id for meta in metas] == ["call 7/3", "call 7/2", "call 7/1"]
-    assert [(meta.length, meta.loss_tokens, meta.owner, meta.group_rows) for meta in metas] == [
-        (4, 2, 3, 3), (2, 0, 3, 3), (3, 1, 3, 3)
-    ]  # fmt: skip
+    assert [meta.ticket_id for meta in metas] == [meta.sample_id for meta in metas]
+    assert [(meta.length, meta.loss_tokens, meta.owner) for meta in metas] == [(4, 2, 3), (2, 0, 3), (3, 1, 3)]
     refs = sequence_refs([metas])
     assert [ref.episode for ref in refs] == [0, 1, 2] and all(ref.last for ref in refs)
     assert [ref.shared for ref in refs] == [[(0, 2)]] * 3
@@ -154,7 +153,7 @@ def test_row_of_a_client_beyond_a_bound_is_refused(bound, problem):
     data = DataManager(3)
     setattr(data, bound, 9)
     assert data.add_rows(client_rows(range(8)))
-    with pytest.raises(StreamError, match=f"model_worker/3: group call 7/2 of a client .*{problem}"):
+    with pytest.raises(StreamError, match=f"model_worker/3: row call 7/1 of a client .*{problem}"):
         data.add_rows(client_rows([1, 2], range(10)))
     assert len(data) == 1
 
