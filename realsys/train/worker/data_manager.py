@@ -268,7 +268,7 @@ class DataManager:
     def add_rows(self, rows: ClientRows) -> list[SampleMeta]:
         """Store rows of a client, and return their metadata in the order of ``rows``: each has a ticket of its own.
 
-        As one group they share what they begin with. Raises StreamError for rows that would end the trainer; the service
+        In one group they share beginnings. Raises StreamError for rows that would end the trainer; the service
         has refused them before.
         """
         names = list(rows.tokens)
