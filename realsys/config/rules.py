@@ -19,7 +19,7 @@ import msgspec
 
 from realsys.agent_runner.contract import NATIVE, kind_of
 from realsys.config.allocation import ACTOR, Allocation, has_servers, parse_allocation, servers_wanted
-from realsys.config.backend_rules import BackendRules, backend_rules
+from realsys.config.backend_rules import BackendRules, backend_rules, check_adapters
 from realsys.config.dataflow import (
     Dataflow,
     check_calls,
@@ -91,6 +91,7 @@ def check(config: Config, machine: Machine) -> Allocation:
         _check_generation(config, allocation, backend)
     place = _check_machine(config, allocation, machine, backend)
     on_gpus = place.here.ranks_on_gpu, place.here.servers_on_gpu
+    check_adapters(config)
     check_lending(config, allocation, backend, ranks_on_gpu=on_gpus[0], servers_on_gpu=on_gpus[1])
     _check_rollout(config)
     _check_sets(config)
