@@ -48,6 +48,7 @@ def serve(ctx: WorkerContext) -> None:
         on_stop=ctx.on_stop,
         span=span,
         read=reader.read if isinstance(reader, HostReader) else None,
+        write_adapters=reader.write_adapters if isinstance(reader, HostReader) else None,
     )
     build = make_backend(config).build
     engine = LentEngine(build, parts) if ctx.name in lent_servers(config) else build(parts)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from realsys.config.allocation import Allocation
-from realsys.config.doors import BACKEND
+from realsys.config.doors import BACKEND, TRANSPORT
 from realsys.config.machine import Machine, NodeDevices
 from realsys.config.schema import Config, SamplingConfig, SglangConfig
 from realsys.errors import ConfigError
@@ -81,9 +81,9 @@ class BackendRules:
         """Return True if the engine can keep a completion to a grammar (``SamplingParams.structural_tag``)."""
         return False
 
-    def adapters(self) -> bool:
-        """Return True if requests may name weights that differ from the loaded ones (``AdapterWeights``)."""
-        return False
+    def adapters(self) -> str:
+        """Return why its servers cannot sample a request from the weights that it names; "" if they can."""
+        return "its servers sample only from the weights that they have loaded: set generation.backend=embedded or vllm"
 
     def sleeps(self, *, on_gpu: bool) -> bool:
         """Return True if a server can release the memory of weights and cache, so that ranks may use its device."""
@@ -115,6 +115,11 @@ class BackendRules:
     def sharing(self, share: float) -> dict[str, Any]:
         """Return the fields to set, and their values, if a server may take ``share`` of the memory of its GPUs."""
         return {}
+
+
+def serves_adapters(config: Config) -> bool:
+    """Return True if requests may name the weights that sample them: tenants of a training service do."""
+    return config.train.loop == "serve" and config.train.lora.rank > 0
 
 
 def backend_rules(config: Config) -> BackendRules:

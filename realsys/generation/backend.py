@@ -136,6 +136,17 @@ class Materialise(Protocol):
         """
 
 
+class WriteAdapters(Protocol):
+    """Writer of the low-rank adapters of a version, for an engine that adds them to the weights that it has."""
+
+    def __call__(self, locator: str, version: int, target: Path, *, loaded: bool) -> bool:
+        """Write them to ``target`` as a PEFT directory. False: the version has none, and nothing is written.
+
+        ``loaded``: the engine has the version that was staged last; otherwise those with which it was started. Raises
+        WeightsError, also if these are not the weights under the adapters.
+        """
+
+
 class GenerationEngine(Protocol):
     """Contract of a generation engine. All methods are thread-safe.
 
@@ -265,6 +276,7 @@ class EngineParts:
     on_stop      registers a function that another thread calls when the process must stop
     span         nodes of this server, of which this is the first. A folder that ``materialise`` writes is seen by all
     read         reads and verifies any version, for a request with an adapter; None: the transport cannot
+    write_adapters  verifies the adapters of any version and writes them; None: the transport cannot
     """
 
     config: Config
@@ -276,6 +288,7 @@ class EngineParts:
     on_stop: Callable[[Callable[[], None]], None]
     span: NodeSpan = ONE_NODE
     read: ReadVersion | None = None
+    write_adapters: WriteAdapters | None = None
 
 
 class Backend(BackendRules, ABC):

@@ -21,6 +21,7 @@ from realsys.weights.byte_ranges import OpenFile, RangeClient, range_app
 from realsys.weights.contract import StagedWeights, WeightReader
 from realsys.weights.disk.delta import Bytes
 from realsys.weights.disk.manifest import VersionManifest, load_manifest
+from realsys.weights.disk.plain_folders import write_adapters
 from realsys.weights.disk.reader import all_kept
 from realsys.weights.host_copies import WEIGHTS, LeasedCopy, SharedCopies
 
@@ -77,6 +78,14 @@ class HostReader:
         from realsys.weights.disk.stage import stage
 
         return stage(Path(locator), version, shards=self.copies.client)
+
+    def write_adapters(self, locator: str, version: int, target: Path, *, loaded: bool) -> bool:
+        """Write the adapters of any version to ``target`` as a PEFT directory (``plain_folders.write_adapters``).
+
+        ``loaded``: the engine has the version that was staged last. Thread-safe while nothing is staged.
+        """
+        under = self.checksums if loaded else None
+        return write_adapters(Path(locator), target, version, under, self.copies.client)
 
     def adopts(self, manifest: VersionManifest) -> bool:
         """Return True if a version has the tensors of the last one."""

@@ -44,6 +44,7 @@ class Piece:
     sampling_params  by SGLang's names
     priority         those with a higher one are first in the engine's queue
     namespace        part of the engine's cache whose keys it may use; None: the part without a name
+    adapter          name of an adapter that the engine has loaded; "": none
     """
 
     rid: str
@@ -52,6 +53,7 @@ class Piece:
     top_logprobs_num: int = 0
     priority: int = 0
     namespace: str | None = None
+    adapter: str = ""
 
 
 class SampledSpan(msgspec.Struct):
@@ -193,6 +195,14 @@ class EngineApi(ABC):
     @abstractmethod
     async def renumber(self, version: int) -> None:
         """Call the weights that the run has ``version``. Running requests continue, with their earlier versions."""
+
+    async def load_adapter(self, name: str, directory: Path, timeout_s: float) -> None:
+        """Load a PEFT directory, which stays while the adapter is loaded. Only for an engine started with adapters."""
+        raise GenerationError(f"{self.name} has no adapters")
+
+    async def unload_adapter(self, name: str) -> None:
+        """Forget an adapter that no piece at work has."""
+        raise GenerationError(f"{self.name} has no adapters")
 
     @abstractmethod
     async def read_load(self, timeout_s: float) -> EngineLoad:

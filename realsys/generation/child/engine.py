@@ -22,7 +22,8 @@ from tokenizers import Tokenizer
 
 from realsys.config.schema import Config, SamplingConfig
 from realsys.errors import GenerationError, WaitTimeout
-from realsys.generation.backend import Change, Materialise, RequestSnapshot, refuse_adapter
+from realsys.generation.backend import Change, Materialise, RequestSnapshot, WriteAdapters, refuse_adapter
+from realsys.generation.child.adapters import Adapters
 from realsys.generation.child.contract import EngineLaunch, EngineLoad
 from realsys.generation.child.requests import KeptKeys, SplitRequest, Traffic
 from realsys.generation.child.supervisor import EngineRun, EngineSupervisor, RunListener, Settings
@@ -66,6 +67,7 @@ class ChildEngine:
         materialise: Materialise,
         settings: Settings,
         on_change: Callable[[Change], None] = lambda change: None,
+        write_adapters: WriteAdapters | None = None,
     ) -> None:
         self._name = launch.api.name
         self._started_with = str(launch.model_path)
@@ -82,6 +84,8 @@ class ChildEngine:
             drain=settings.drain,
             timeout_s=settings.load_timeout_s,
         )
+        if write_adapters is not None:
+            self._traffic.adapters = Adapters(self._traffic, self._updater.between, write_adapters)
         listener = RunListener(self._up, self._down, held=lambda: bool(self._traffic.holds))
         self._supervisor = EngineSupervisor(launch, settings, listener)
         self._started: Future[None] = Future()
@@ -131,12 +135,13 @@ class ChildEngine:
         adapter: AdapterWeights | None = None,
     ) -> Future[list[Completion]]:
         """Sample the completions. Raises GenerationError for a bad request; the future raises all others."""
-        refuse_adapter(adapter)
+        if self._traffic.adapters is None:
+            refuse_adapter(adapter)
         prompt = self._limits.checked_prompt(input_ids, params)
         seed = secrets.randbits(63) if params.sampling_seed is None else params.sampling_seed
         stops = self._limits.stops(params)
         request = SplitRequest.of(rid or secrets.token_hex(16), prompt, params, stops, seed, self._tokenizer)
-        request.streams = stream
+        request.streams, request.adapter = stream, adapter
         return self._loop.call(lambda: self._traffic.serve(request))
 
     def update(self, path: str, version: int, *, abort_all: bool = False) -> Future[UpdateResult]:
@@ -267,8 +272,11 @@ def build_child_engine(
     timeouts: tuple[float, float],
     grammars: bool = False,
     max_restarts: int = MAX_RESTARTS,
+    write_adapters: WriteAdapters | None = None,
 ) -> ChildEngine:
     """Make an engine that is not started yet. ``timeouts``: seconds of its start, and without a token.
+
+    ``write_adapters``: if it was started so that requests may name adapters.
 
     Raises ModelError for a model that realsys cannot train.
     """
@@ -292,7 +300,7 @@ def build_child_engine(
         reuse_versions=config.asynchronous.kv_reuse_versions,
     )
     model = Model(limits, arch.tensor_shapes(), tokenizer)
-    return ChildEngine(launch, model, materialise, settings, on_change)
+    return ChildEngine(launch, model, materialise, settings, on_change, write_adapters)
 
 
 def tokenizer_of(model_path: Path, sampling: SamplingConfig, options: Mapping[str, Any]) -> Tokenizer | None:

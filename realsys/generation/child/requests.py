@@ -25,10 +25,11 @@ from tokenizers import Tokenizer
 
 from realsys.errors import GenerationError, ServerBusy
 from realsys.generation.backend import RequestSnapshot
+from realsys.generation.child.adapters import Adapters
 from realsys.generation.child.contract import Piece, Reply
 from realsys.generation.child.supervisor import EngineRun
 from realsys.generation.completion import EMPTY, Completion
-from realsys.generation.protocol import CONTINUES, UNNAMED, UNSYNCED, SamplingParams, not_default
+from realsys.generation.protocol import CONTINUES, UNNAMED, UNSYNCED, AdapterWeights, SamplingParams, not_default
 from realsys.generation.sampling_rules import completion_seed, find_stop, window
 from realsys.observe import spans
 from realsys.types import I32, FinishReason
@@ -61,6 +62,8 @@ class Traffic:
     version, path  of the weights that the engine has now; UNSYNCED and "" for those it was started with
     holds          reasons why new trips wait
     keys           which cached keys the requests may use
+    loads          counts the weights that the engine has had
+    adapters       weights that requests may name; None: the engine was not started for them
     """
 
     def __init__(self, name: str, max_answers: int, keys: KeptKeys) -> None:
@@ -73,6 +76,8 @@ class Traffic:
         self.failure: str | None = f"{name} is starting"  # reason while ``run`` is None
         self.version = UNSYNCED
         self.path = ""
+        self.loads = 0
+        self.adapters: Adapters | None = None
         self.holds: set[str] = set()
         self.tokens = 0  # received from the engine
         self.input_tokens = 0  # sent to the engine
@@ -101,6 +106,7 @@ class Traffic:
         """Note that the engine no longer has the weights of a version, and none of their keys."""
         self.version = UNSYNCED
         self.path = ""
+        self.loads += 1
         self.keys.restart(UNSYNCED)
 
     def loaded(self, version: int, *, same: bool = False) -> None:
@@ -109,6 +115,7 @@ class Traffic:
             for request in self._requests.values():
                 request.keys = None
         self.keys.loaded(self.version, version, same=same)
+        self.loads += not same
         self.version = version
 
     def serving(self) -> EngineRun:
@@ -134,17 +141,23 @@ class Traffic:
         try:
             while request.open and not request.aborted:
                 if self.holds:
-                    request.go = asyncio.get_running_loop().create_future()
-                    await request.go
+                    await request.held_back()
+                elif self.adapters is not None and not self.adapters.enter(request):
+                    await self.adapters.load(request)
                 else:
                     await self._trip(request)
             return request.results()
         finally:
             del self._requests[request.rid]
+            if self.adapters is not None:
+                self.adapters.leave(request)
 
     async def _trip(self, request: SplitRequest) -> None:
         run, version = self.serving(), self.version
         request.recalled = False
+        if request.adapter is not None:
+            version = request.adapter.version
+            request.keys = KeyNamespace(None, version)  # an engine keeps the keys of its adapters apart
         request.keys, request.sent_at = request.keys or self.keys.current, version
         pieces = request.pieces(self._serials)
         if not self.under_way():
@@ -161,7 +174,7 @@ class Traffic:
             if not self.under_way():
                 self._busy_s += time.perf_counter() - self._busy_since
         # Without a report from the engine our version is right: it cannot change while a trip is under way (Updater).
-        request.take(replies, None if run.reports else version)
+        request.take(replies, None if run.reports and request.adapter is None else version)
         for index, reply in zip(open_now, replies, strict=True):
             _record_phases(f"{request.rid}#{index}", begin, reply, version)
         self.input_tokens += sum(len(piece.input_ids) for piece in pieces)
@@ -318,6 +331,8 @@ class SplitRequest:
     shown: dict[int, _Sampled] = field(default_factory=dict)  # what the last snapshot had of them
     news: asyncio.Future[None] | None = None  # resolved when ``heard`` has more
     go: asyncio.Future[None] | None = None  # while it is held back; resolved when it may be sent to the engine
+    adapter: AdapterWeights | None = None  # weights that sample it; None: those that the engine has loaded
+    adapter_name: str = ""  # of the adapter in the engine; "": none
     keys: KeyNamespace | None = None  # whose keys it may use, from its first trip on
     sent_at: int = UNSYNCED  # version that the engine had when its pieces were sent
 
@@ -339,6 +354,11 @@ class SplitRequest:
             [_Sampled(completion_seed(seed, k)) for k in range(params.n)],
             tokenizer,
         )
+
+    async def held_back(self) -> None:
+        """Wait until ``let_go``. Raises its error."""
+        self.go = asyncio.get_running_loop().create_future()
+        await self.go
 
     def let_go(self, error: Exception | None = None) -> None:
         """If the request is held back, let it continue, or fail with ``error``."""
@@ -371,6 +391,7 @@ class SplitRequest:
                 self.params.top_logprobs_num,
                 priority,
                 namespace,
+                self.adapter_name,
             )
             for one in self.open
         ]

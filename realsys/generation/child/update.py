@@ -36,7 +36,7 @@ from realsys.generation.backend import ASLEEP, Materialise, Materialised
 from realsys.generation.child.contract import Piece, Reply, is_lost
 from realsys.generation.child.requests import Traffic
 from realsys.generation.child.supervisor import EngineRun
-from realsys.generation.protocol import PauseMode, UpdateResult
+from realsys.generation.protocol import UNSYNCED, PauseMode, UpdateResult
 from realsys.observe.spans import span
 
 if TYPE_CHECKING:
@@ -69,6 +69,18 @@ class Updater:
         self._newest: EngineRun | None = None  # the run that has the version that was staged last
         self._probe: asyncio.Future[list[Reply]] | None = None  # request for one token of the new version
         self.done = 0  # updates that succeeded
+
+    @asynccontextmanager
+    async def between(self) -> AsyncIterator[bool]:
+        """Let no update and no sleep begin. Gives True if the engine has the version that was staged last.
+
+        Raises GenerationError if it has an earlier one, because it is not known which weights these are.
+        """
+        async with self._order:
+            run = self._traffic.serving()
+            if self._newest is not run and self._traffic.version != UNSYNCED:
+                raise GenerationError("the last update failed: adapters need the next one", retryable=True)
+            yield self._newest is run
 
     async def pause(self, mode: PauseMode) -> None:
         async with self._control:

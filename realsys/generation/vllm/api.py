@@ -169,6 +169,7 @@ class VllmApi(EngineApi):
             "sampling_params": sampling_params(piece),
             "priority": -piece.priority,  # vLLM takes the lowest first
             **({} if piece.namespace is None else {"cache_salt": f"keys-{piece.namespace}"}),
+            **({"model": piece.adapter} if piece.adapter else {}),
         }
         sampled = _Sampled(piece.top_logprobs_num, on_reply, index)
         if on_reply is None:
@@ -221,6 +222,12 @@ class VllmApi(EngineApi):
 
     async def renumber(self, version: int) -> None:
         await self.send("/update_weight_version", {"new_version": str(version)})
+
+    async def load_adapter(self, name: str, directory: Path, timeout_s: float) -> None:
+        await self.send("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(directory)}, timeout_s)
+
+    async def unload_adapter(self, name: str) -> None:
+        await self.send("/v1/unload_lora_adapter", {"lora_name": name})
 
     async def _call_workers(self, method: str, arguments: list[str], timeout_s: float) -> bytes:
         return await self.send(

@@ -10,12 +10,19 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from realsys.config.allocation import Allocation, parse_allocation
-from realsys.config.backend_rules import EnginePackage, check_options, command_line_flags, named_options
+from realsys.config.backend_rules import (
+    EnginePackage,
+    check_options,
+    command_line_flags,
+    named_options,
+    serves_adapters,
+)
 from realsys.config.machine import Machine, NodeDevices
 from realsys.config.schema import Config, SamplingConfig
 from realsys.config.trial_sizes import longest_sequence
 from realsys.errors import ConfigError
-from realsys.generation.backend import Backend, Change, EngineParts, Materialise
+from realsys.generation.backend import Backend, Change, EngineParts, Materialise, WriteAdapters
+from realsys.generation.child.adapters import MOST_ADAPTERS
 from realsys.generation.child.contract import EngineApi, EngineLaunch
 from realsys.generation.child.engine import MAX_ANSWERS, ChildEngine, build_child_engine, tokenizer_of
 from realsys.generation.child.process import LOOPBACK, engine_environment
@@ -44,6 +51,7 @@ _OURS = frozenset(
         "api-server-count",
     }
 )
+_ADAPTER_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # for which it may make room
 _SHARE = "gpu-memory-utilization"
 _DEFAULT_SHARE = 0.92  # vLLM's own
 _CPU_CACHE = 1 << 30  # bytes of keys and values of a server on a CPU
@@ -52,7 +60,7 @@ _CPU_BYTES = 3 << 30  # vLLM's three processes, of one server on a CPU with a sm
 
 @dataclass(frozen=True, slots=True)
 class VllmLaunch(EngineLaunch):
-    """Settings of one start."""
+    """Settings of one start. ``adapters``: largest rank of the adapters that requests may name; 0: none."""
 
     api: ClassVar[type[EngineApi]] = VllmApi
     share_option: ClassVar[str] = _SHARE
@@ -60,6 +68,7 @@ class VllmLaunch(EngineLaunch):
     too_little: ClassVar[re.Pattern[str]] = re.compile(
         "less than desired GPU memory|No available memory for the cache|KV cache is needed|Error in memory profiling"
     )
+    adapters: int = 0
 
     def share_of(self, share: float, free: float) -> float:
         return share  # of all memory, of which vLLM demands that so much is free
@@ -92,6 +101,9 @@ class VllmLaunch(EngineLaunch):
         }
         if self.lent:
             fixed["enable-sleep-mode"] = True
+        if self.adapters:
+            room = next(rank for rank in _ADAPTER_RANKS if rank >= self.adapters)
+            fixed |= {"enable-lora": True, "max-lora-rank": room, "max-loras": MOST_ADAPTERS}
         flags = command_line_flags({**options, **self.options, **fixed})
         return [self.python, "-m", "vllm.entrypoints.cli.main", "serve", str(self.model_path), *flags]
 
@@ -104,6 +116,8 @@ class VllmLaunch(EngineLaunch):
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_HOST_IP": LOOPBACK,
         }
+        if self.adapters:
+            env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "True"
         if not self.gpus:
             env |= {"CUDA_VISIBLE_DEVICES": "", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
         return env
@@ -176,13 +190,25 @@ class VllmBackend(Backend):
         given = self.config.generation.backend_args
         return {"generation.backend_args": {**given, "args": {**self._args, _SHARE: share}}}
 
+    def adapters(self) -> str:
+        most = _ADAPTER_RANKS[-1]
+        return "" if self.config.train.lora.rank <= most else f"vLLM has adapters of rank {most} at most"
+
     def build(self, parts: EngineParts) -> ChildEngine:
-        engine = self.build_engine(parts.model_path, parts.materialise, parts.on_change, index=parts.index)
+        engine = self.build_engine(
+            parts.model_path, parts.materialise, parts.on_change, index=parts.index, write_adapters=parts.write_adapters
+        )
         parts.on_stop(engine.abandon_start)
         return engine
 
     def build_engine(
-        self, model_path: Path, materialise: Materialise, on_change: Callable[[Change], None], *, index: int = 0
+        self,
+        model_path: Path,
+        materialise: Materialise,
+        on_change: Callable[[Change], None],
+        *,
+        index: int = 0,
+        write_adapters: WriteAdapters | None = None,
     ) -> ChildEngine:
         """Make an engine that is not started yet. ``index`` is the server's: each draws other random numbers.
 
@@ -199,6 +225,7 @@ class VllmBackend(Backend):
             context=launch.context,
             tokenizer=tokenizer,
             timeouts=self._timeouts,
+            write_adapters=write_adapters if launch.adapters else None,
         )
 
     def launch(self, model_path: Path, *, index: int, tokenizer: bool) -> VllmLaunch:
@@ -219,4 +246,5 @@ class VllmBackend(Backend):
             tokenizer=tokenizer,
             shared=config.cluster.share_gpus or allocation.is_lent(index),
             lent=allocation.is_lent(index),
+            adapters=config.train.lora.rank if serves_adapters(config) else 0,
         )

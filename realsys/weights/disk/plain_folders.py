@@ -1,6 +1,7 @@
 """Plain Hugging Face directories: a version becomes one, and one becomes a version. No torch.
 
-A version becomes a plain directory through the same reader that a server uses, one tensor in memory at a time.
+A version becomes a plain directory through the same reader that a server uses, one tensor in memory at a time. One with
+low-rank adapters may become a PEFT directory, which has the adapters alone.
 
 A plain directory becomes a version with links to its files; the directory itself is only read. Servers then load a
 model that no trainer of this trial wrote as they load any version: they verify every byte against the checksums that
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+import msgspec
 import xxhash
 
 from realsys.cluster import files
@@ -151,6 +153,42 @@ def verify(directory: Path, expected_version: int, shards: RangeClient | None = 
     """Read the version as a server does, every byte. Raises WeightsError as ``stage`` does."""
     with VersionReader(directory, manifests.load_manifest(directory, expected_version), shards=shards) as reader:
         reader.read_all(VersionReader.read)
+
+
+def write_adapters(
+    directory: Path, target: Path, version: int, under: Mapping[str, str] | None, shards: RangeClient | None = None
+) -> bool:
+    """Write the adapters of the version in ``directory`` to ``target``, as a PEFT directory, verified.
+
+    ``under``: checksums of the weights to which an engine will add them; None: they are not known, and taken for those
+    of the version. Returns False, and writes nothing, if the version has no adapters. Raises WeightsError if it is
+    damaged, or if its other weights are not those of ``under``.
+    """
+    manifest = manifests.load_manifest(directory, version)
+    adapted = {name: info for name, info in manifest.tensors.items() if info.pieces[-1].rank}
+    frozen = {name: info.checksum for name, info in manifest.tensors.items()}
+    frozen |= {name: info.pieces[0].checksum for name, info in adapted.items()}
+    if under is not None and (others := sorted(name for name in frozen if frozen[name] != under.get(name))):
+        problem = f"tensor {others[0]} without its adapter is not that of the weights that the server has loaded"
+        raise WeightsError(f"{directory}: {problem}; {len(others)} tensors differ")
+    if not adapted:
+        return False
+    layout: dict[str, tuple[str, list[int], int]] = {}
+    content: dict[str, Bytes] = {}
+    with VersionReader(directory, manifest, shards=shards) as reader:
+        for name, info in adapted.items():
+            rank, (rows, columns) = info.pieces[-1].rank, info.shape
+            factors, size = reader.factors(name), rank * columns * ITEM_BYTES[info.dtype]
+            for part, shape, data in (("A", [rank, columns], factors[:size]), ("B", [rows, rank], factors[size:])):
+                stored = f"base_model.model.{name.removesuffix('.weight')}.lora_{part}.weight"
+                layout[stored], content[stored] = (info.dtype, shape, data.size), data
+    [(rank, scale)] = {(info.pieces[-1].rank, info.pieces[-1].scale) for info in adapted.values()}
+    modules = sorted({name.split(".")[-2] for name in adapted})
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank * scale, "target_modules": modules, "bias": "none"}
+    target.mkdir(parents=True)
+    write_safetensors(target / "adapter_model.safetensors", layout, content.__getitem__)
+    (target / "adapter_config.json").write_bytes(msgspec.json.encode(config))
+    return True
 
 
 # ---- directory to version

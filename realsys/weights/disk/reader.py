@@ -211,6 +211,14 @@ class VersionReader:
             )
         return HeldTensor(checksum, data)
 
+    def factors(self, name: str) -> Bytes:
+        """Read and verify the bytes of the adapter of tensor ``name``, A and B. Raises WeightsError."""
+        piece = self.manifest.tensors[name].pieces[-1]
+        self._check_length(piece, name)
+        data = np.empty(piece.size, np.uint8)
+        self._fetch(piece, name, data)
+        return data
+
     def _found_elsewhere(self, piece: StoredPiece, name: str, data: Bytes) -> bool:
         start = time.perf_counter()
         if not self.elsewhere(name, data):

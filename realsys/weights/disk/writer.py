@@ -178,7 +178,7 @@ def _with_adapters(
     for name, factors in share.factors.items():
         if checksums[name] == share.checksums[name]:
             continue  # B is 0
-        if factors.nbytes <= delta.WORTH * share.frozen[name].nbytes:
+        if factors.nbytes < share.frozen[name].nbytes:
             stored[name + _ADAPTER] = factors
         else:
             stored[name], known[name] = share[name], checksums[name]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import copy
+import dataclasses
 import shutil
 import threading
 from collections import Counter
@@ -13,15 +15,27 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
+from realsys.config.backend_rules import check_adapters
 from realsys.config.schema import EmbeddedConfig, GenerationConfig
-from realsys.errors import GenerationError, ServerBusy
+from realsys.errors import ConfigError, GenerationError, ServerBusy
+from realsys.generation.backend import GenerationEngine, make_backend
 from realsys.generation.client import SamplingSpec
 from realsys.generation.embedded.adapters import AdapterEngines
+from realsys.generation.embedded.decoder import read_tensors
 from realsys.generation.embedded.engine import EmbeddedEngine, build_engine
 from realsys.generation.protocol import AdapterWeights, SamplingParams
+from realsys.generation.weight_folder import FolderWriter
+from realsys.train.worker.weight_saver import checksums_of
 from realsys.weights.contract import StagedWeights
+from realsys.weights.disk import manifest
 from realsys.weights.disk.stage import DiskReader, stage
+from realsys.weights.disk.writer import ShardWriter
+from realsys.weights.host_copies import SharedCopies
+from realsys.weights.host_reader import HostReader
+from realsys.weights.low_rank import AdaptedTensors, factors_of
+from tests.support.processes.config_trees import changed
 from tests.support.serving.generation_servers import (
     BOUND_S,
     CONTEXT,
@@ -38,6 +52,7 @@ from tests.support.serving.generation_servers import (
     shard_of,
     with_progress,
 )
+from tests.support.serving.sglang_server import needs_vllm
 
 SPEC = SamplingSpec(max_new_tokens=24, n=2)
 
@@ -47,7 +62,7 @@ class Adapted:
     """An embedded server with adapters. ``reads``: how often each version was read; ``gate``: shut, reads wait."""
 
     url: str
-    engine: AdapterEngines
+    engine: GenerationEngine
     models: dict[int, object]
     paths: dict[int, Path]
     reads: Counter[int]
@@ -315,6 +330,196 @@ def test_close_ends_waiting_requests_retryably(versions):
     gate.set()
     closing.join(BOUND_S)
     assert not closing.is_alive() and not engine._loader.is_alive()
+
+
+# ---- low-rank adapters in an engine that adds them to the weights that it has
+
+
+class Tenants:
+    """Versions of tenants on one base, the model of the suite: 0 has B = 0, those from 1 to ``LAST`` differ."""
+
+    LAST, RANK, SCALE = 12, 2, 1.5
+
+    def __init__(self, root: Path, versions: Versions) -> None:
+        self.model = versions.paths[-1]
+        frozen = read_tensors(self.model)
+        share, writer, base = AdaptedTensors(frozen, {}, {}, self.RANK, self.SCALE), ShardWriter(), ""
+        random = torch.Generator().manual_seed(1)
+        self.models, self.paths = {-1: versions.models[-1], 0: versions.models[-1]}, {-1: self.model}
+        for version in range(self.LAST + 1):
+            for name, weight in frozen.items():
+                if "proj.weight" in name:
+                    a, b = (torch.randn(shape, generator=random) for shape in ((2, weight.shape[1]), (len(weight), 2)))
+                    share.factors = {**share.factors, name: factors_of(a, b * 0.05 * (version > 0))}
+            tmp = manifest.prepare(root, version, "test")
+            written = writer.write(tmp / "model-00001-of-00001.safetensors", share, base, checksums_of(share))
+            self.paths[version] = manifest.commit(
+                tmp, version=version, incarnation="test", step=version, shards=[written], model_dir=self.model
+            )
+            base = self.paths[version].name
+            if version:
+                self.models[version] = copy.deepcopy(versions.models[-1])
+                self.models[version].load_state_dict(dict(share), strict=False)
+
+
+@pytest.fixture(scope="module")
+def tenants(versions: Versions, tmp_path_factory: pytest.TempPathFactory) -> Tenants:
+    return Tenants(tmp_path_factory.mktemp("tenants"), versions)
+
+
+@contextmanager
+def native(tenants: Tenants, root: Path) -> Iterator[Adapted]:
+    """The real vLLM."""
+    needs_vllm()
+    reader = HostReader(SharedCopies(root, tenants.model, [root]))
+    settings = ["train.loop=serve", "train.lora.rank=2", "generation.backend_args={args: {max-model-len: 512}}"]
+    backend = make_backend(changed("generation.backend=vllm", *settings))
+    write = FolderWriter(reader, tenants.model).write
+    engine = backend.build_engine(tenants.model, write, print, write_adapters=reader.write_adapters)
+    with serving(engine) as url:
+        asyncio.run_coroutine_threadsafe(asyncio.to_thread(int), engine._loop._loop).result(
+            BOUND_S
+        )  # its thread is there
+        yield Adapted(url, engine, tenants.models, tenants.paths, Counter(), threading.Event())
+    reader.close()
+
+
+@pytest.fixture(scope="module")
+def vllm_adapters(tenants: Tenants, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Adapted]:
+    with native(tenants, tmp_path_factory.mktemp("host")) as server:
+        yield server
+
+
+def test_vllm_samples_tenants_beside_each_other(vllm_adapters, tenants, tmp_path):
+    """From the start, and after an update; greedy tokens are those of the embedded engine, log-probs to 1e-3."""
+    server = vllm_adapters
+    greedy = SamplingSpec(max_new_tokens=24, temperature=0.0)
+
+    async def test(client):
+        for version in (1, None, 2):  # with the weights that it was started with
+            check(server, (await sampled(client, server, version))[0])
+        await update(client, server, 0)
+        order = [(version, seed) for seed in range(3) for version in (1, 2, 0, 3, None)]
+        answers = await asyncio.gather(*(sampled(client, server, version, seed) for version, seed in order))
+        for (version, _), made in zip(order, answers, strict=True):
+            for answer in made:
+                check(server, answer)
+                assert set(answer.versions.tolist()) == {version or 0}
+        return [(await sampled(client, server, version, spec=greedy))[0] for version in (1, 2, 3, 0)]
+
+    natively = drive(test)
+    reader = HostReader(SharedCopies(tmp_path, tenants.model, [tmp_path]))
+    with serving(AdapterEngines(main_engine(tenants.model), reader.read)) as url:
+        embedded = dataclasses.replace(server, url=url)
+
+        async def same(client):
+            return [(await sampled(client, embedded, version, spec=greedy))[0] for version in (1, 2, 3, 0)]
+
+        for answer, expected in zip(natively, drive(same), strict=True):
+            assert answer.tokens.tolist() == expected.tokens.tolist()
+            assert np.abs(answer.logprobs - expected.logprobs).max() <= 1e-3
+    reader.close()
+
+
+def test_vllm_holds_some_tenants_at_a_time(vllm_adapters, tenants):
+    """More than it has room for, twice, all at the same time."""
+    server = vllm_adapters
+
+    async def test(client):
+        await update(client, server, 0)
+        versions = list(range(tenants.LAST + 1)) * 2
+        for version, made in zip(
+            versions, await asyncio.gather(*(sampled(client, server, each) for each in versions)), strict=True
+        ):
+            check(server, made[0])
+            assert set(made[0].versions.tolist()) == {version}
+        adapters = server.engine._traffic.adapters
+        assert len(adapters._adapters) <= adapters.most
+        idle = next(version for version in versions if server.adapter(version) not in adapters._adapters)
+        for loaded in adapters._adapters.values():
+            loaded.users.add("a request that does not end")
+        adapters.wait_s, before = 0.2, adapters.wait_s
+        with pytest.raises(ServerBusy, match=f"adapter 'tenant-{idle}': 8 others have requests"):
+            await sampled(client, server, idle)
+        adapters.wait_s = before
+        loaded.users.clear()
+        check(server, (await sampled(client, server, idle))[0])
+        for loaded in adapters._adapters.values():
+            loaded.users.clear()
+
+    drive(test)
+
+
+def test_vllm_refuses_a_tenant_alone(vllm_adapters, tenants, versions, tmp_path):
+    """One whose version is damaged, not found, or on other weights than those that the server has."""
+    server = dataclasses.replace(vllm_adapters, paths={**tenants.paths, 20: tmp_path / "gone", 21: versions.paths[1]})
+    server.paths[21] = publish(tmp_path, 21, versions.paths[-1].parent / "hf1")
+
+    async def test(client):
+        await update(client, server, 0)
+        damaged = next(tenants.paths[5].glob("model-*"))
+        server.engine._traffic.adapters._adapters.clear()
+        flip(damaged)
+        for version, reason in ((5, "corrupt"), (20, "gone"), (21, "is not that of the weights that the server has")):
+            with pytest.raises(GenerationError, match=f"status 400: adapter 'tenant-{version}': .*{reason}") as one:
+                await sampled(client, server, version)
+            assert not one.value.retryable
+        flip(damaged)
+        check(server, (await sampled(client, server, 5))[0])
+        # Other weights are loaded: a tenant that was served a moment ago is refused, until its own are back.
+        server.paths[22] = publish(tmp_path, 22, versions.paths[-1].parent / "hf1", incarnation="zest")
+        await update(client, server, 22)
+        with pytest.raises(GenerationError, match="is not that of the weights that the server has"):
+            await sampled(client, server, 5)
+        await update(client, server, 0)
+        check(server, (await sampled(client, server, 5))[0])
+
+    drive(test)
+
+
+def test_vllm_update_and_abort_meet_tenants(vllm_adapters):
+    """An update of the same weights under another number cuts nothing; an abort ends one with what it has."""
+    server = vllm_adapters
+
+    async def test(client):
+        await update(client, server, 0)
+        running = asyncio.create_task(sampled(client, server, 2, spec=LONG))
+        await update(client, server, 0)
+        check(server, (await running)[0])
+        await client.pause(server.url, "in_place")
+        body = {"input_ids": PROMPT, "rid": "one", "adapter": _fields(server.adapter(1))}
+        task = asyncio.create_task(raw(server, "/generate", body | {"sampling_params": {"max_new_tokens": 480}}))
+        await until(lambda: "one" in server.engine._traffic)
+        await client.abort(server.url, "one")
+        status, reply = await task
+        assert status == 200 and reply["meta_info"]["finish_reason"]["type"] == "abort"
+        assert reply["meta_info"]["weight_version"] == "1"
+        await client.resume(server.url)
+
+    drive(test)
+
+
+async def update(client, server: Adapted, version: int) -> None:
+    """Update the weights that the server has, also to an older version."""
+    reader = server.engine._updater._materialise.__self__.reader
+    reader.offer(str(server.paths[version]), (), True)
+    result = await client.update_weights(server.url, str(server.paths[version]), version, BOUND_S)
+    assert result.success, result.message
+
+
+def test_server_without_adapters_refuses_a_training_service():
+    serve = ["train.loop=serve", "train.lora.rank=2"]
+    check_adapters(changed(*serve))
+    check_adapters(changed("generation.backend=vllm", *serve))
+    check_adapters(changed("generation.backend=sglang"))
+    for field, setting in (
+        ("generation.backend", "generation.backend=sglang"),
+        ("generation.backend", "generation.backend=vllm train.lora.rank=513"),
+        ("weights.transport", "weights.transport=transport:Copied"),
+    ):
+        with pytest.raises(ConfigError, match=f"^config: {field}=") as refused:
+            check_adapters(changed(*serve, *setting.split()))
+        assert "train.loop=serve" in str(refused.value)
 
 
 def _fields(adapter: AdapterWeights) -> dict[str, object]:
