@@ -81,9 +81,9 @@ class BackendRules:
         """Return True if the engine can keep a completion to a grammar (``SamplingParams.structural_tag``)."""
         return False
 
-    def adapters(self) -> bool:
-        """Return True if requests may name weights that differ from the loaded ones (``AdapterWeights``)."""
-        return False
+    def adapters(self) -> str:
+        """Return why its servers cannot sample a request from the weights that it names; "" if they can."""
+        return "its servers sample only from the weights that they have loaded: set generation.backend=embedded"
 
     def sleeps(self, *, on_gpu: bool) -> bool:
         """Return True if a server can release the memory of weights and cache, so that ranks may use its device."""

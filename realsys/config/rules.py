@@ -160,8 +160,7 @@ def _check_service(config: Config, backend: BackendRules) -> None:
     if not train.lora.rank:
         raise ConfigError("train.lora.rank", 0, "must be set, e.g. to 32: each client trains adapters of its own")
     with BACKEND.guard(name, "adapters raised"):
-        if not backend.adapters():
-            problem = "cannot sample with the adapters of several clients: use generation=embedded"
+        if problem := backend.adapters():
             raise ConfigError("generation.backend", name, problem)
     if config.weights.transport != "disk":
         problem = "must be disk: weights that clients sample from outlive the trainer"

@@ -46,8 +46,8 @@ class EmbeddedBackend(Backend):
     def running(self, cached: Callable[[], int]) -> int:
         return self.config.generation.embedded.max_running
 
-    def adapters(self) -> bool:
-        return True
+    def adapters(self) -> str:
+        return ""
 
     def sleeps(self, *, on_gpu: bool) -> bool:
         return True
