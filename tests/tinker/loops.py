@@ -43,7 +43,7 @@ class Runner:
         """Run the loop of ``module``, or write the hub, and wait for the end."""
         folder.mkdir(parents=True, exist_ok=True)
         output = folder / "output.txt"
-        process = self._context.Process(target=_run, args=(module, settings, output, os.environ.get("TINKER_API_KEY", "")))
+        process = self._context.Process(daemon=True, target=_run, args=(module, settings, output, os.environ.get("TINKER_API_KEY", "")))
         process.start()
         process.join(BOUND_S)
         if process.exitcode is None:
