@@ -15,6 +15,8 @@ VERIFIERS_VENV := .venv-verifiers
 VERIFIERS := docs/examples/verifiers
 TRACKERS_VENV := .venv-trackers
 TRACKERS := tests/trackers
+TINKER_VENV := .venv-tinker
+TINKER := tests/tinker
 DOCS_VENV := .venv-docs
 SITE := docs/site
 OPENENV_VENV := .venv-openenv
@@ -60,7 +62,7 @@ export REALSYS_DAY ?= $(shell date +%-j)
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup sglang-cpu vllm-cpu agents-env verifiers-env run smol test test-processes test-train test-jobs test-all agents-test trackers-test sglang-test vllm-test multihost-test slurm-test ray-env ray-test data-test python-test gpu-test chaos lint format docs site pictures bench clean
+.PHONY: help setup sglang-cpu vllm-cpu agents-env verifiers-env run smol test test-processes test-train test-jobs test-all agents-test trackers-test tinker-test sglang-test vllm-test multihost-test slurm-test ray-env ray-test data-test python-test gpu-test chaos lint format docs site pictures bench clean
 
 help:  ## print this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -114,6 +116,13 @@ $(TRACKERS_VENV)/.installed: $(STAMP) $(TRACKERS)/requirements.txt $(TRACKERS)/c
 	test -x $(TRACKERS_VENV)/bin/python || $(PY) -m venv $(TRACKERS_VENV)
 	$(PY) -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' > $$(echo $(TRACKERS_VENV)/lib/python3*/site-packages)/realsys_venv.pth
 	@.ci/install $(TRACKERS_VENV) -c $(TRACKERS)/constraints.txt -r $(TRACKERS)/requirements.txt
+	touch $@
+
+# tinker-cookbook asks for a version of tml-renderers that is not published; its loops import it for other models only.
+$(TINKER_VENV)/.installed: setup.py constraints.txt $(TINKER)/requirements.txt $(TINKER)/no-deps.txt
+	test -x $(TINKER_VENV)/bin/python || $(PYTHON) -m venv $(TINKER_VENV)
+	@.ci/install $(TINKER_VENV) $(PIP_ARGS) -c constraints.txt -e '.[dev,tinker]' -r $(TINKER)/requirements.txt
+	@.ci/install $(TINKER_VENV) --no-deps -r $(TINKER)/no-deps.txt
 	touch $@
 
 # OpenEnv's validator of endpoints. It needs another version of the package mcp than verifiers.
@@ -174,6 +183,9 @@ agents-test: setup agents-env verifiers-env $(OPENENV_VENV)/.installed  ## train
 
 trackers-test: setup $(TRACKERS_VENV)/.installed  ## run the tests of the trackers with TensorBoard, W&B, MLflow and trackio, all without network
 	PYTHONPATH="$(CURDIR)" REALSYS_PACKAGES=1 $(TRACKERS_VENV)/bin/python -m pytest $(TRACKERS) -ra --durations=5 $(ARGS)
+
+tinker-test: $(TINKER_VENV)/.installed  ## run the loops of tinker-cookbook, unchanged, against `realsys serve`
+	PYTHONPATH="$(CURDIR)" REALSYS_PACKAGES=1 $(TINKER_VENV)/bin/python -m pytest $(TINKER) -ra --durations=10 $(ARGS)
 
 # Side by side: half of the time passes while the network is down.
 multihost-test: setup  ## run jobs over network namespaces whose network fails; needs root, iproute2 and etcd

@@ -89,6 +89,7 @@ setup(
         "reasoning-gym": ["reasoning-gym>=0.1.20"],  # data.train=reasoning_gym:NAME
         "gpu": ["nvidia-ml-py>=12"],  # utilisation and memory of GPUs in the step log
         "ray": ["ray>=2.40,<3"],  # cluster=ray
+        "tinker": ["tinker==0.38.0"],  # realsys serve: messages of the protocol, which changes weekly
         # telemetry.trackers
         "wandb": ["wandb>=0.19"],
         "mlflow": ["mlflow-skinny>=3", "sqlalchemy>=2", "alembic>=1.13"],  # the latter two for a database of its own

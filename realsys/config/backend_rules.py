@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from realsys.config.allocation import Allocation
-from realsys.config.doors import BACKEND, TRANSPORT
+from realsys.config.doors import BACKEND
 from realsys.config.machine import Machine, NodeDevices
 from realsys.config.schema import Config, SamplingConfig, SglangConfig
 from realsys.errors import ConfigError

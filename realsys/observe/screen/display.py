@@ -22,7 +22,7 @@ from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.observe.evaluation_records import headline
 from realsys.observe.percent import percent
-from realsys.observe.screen.plain import PlainView, ServiceView, address_lines, tenant_line, tenants_of
+from realsys.observe.screen.plain import PlainView, ServiceView, address_lines, model_line, models_of
 from realsys.observe.screen.progress import Record, TrialProgress, mean, number
 from realsys.observe.screen.text_figures import (
     curve_text,
@@ -215,8 +215,8 @@ def lines(progress: TrialProgress, frame: Frame, width: int, height: int) -> lis
 
 
 def _clients(progress: TrialProgress, width: int) -> list[Text]:
-    """Return how clients connect, and a line for each training run of one; [] if the run is not for clients."""
-    rows = [Text(tenant_line(tenant)) for tenant in tenants_of(progress)]
+    """Return how clients connect, and a line for each of their models; [] if the run is not for clients."""
+    rows = [Text(model_line(model)) for model in models_of(progress)]
     return [_cut(text, width) for text in [*(Text(line, "bold") for line in address_lines(progress)), *rows]]
 
 

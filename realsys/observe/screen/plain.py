@@ -124,7 +124,7 @@ class ServiceView(PlainView):
         for line in address_lines(progress) if served_at(progress) != self._url else ():
             self._print(line)
         self._url = served_at(progress)
-        shown = tuple(tenant_line(tenant) for tenant in tenants_of(progress))
+        shown = tuple(model_line(model) for model in models_of(progress))
         if shown != self._shown and time.monotonic() >= self._shown_at + _EVERY_S:
             for line in shown:
                 if line not in self._shown:
@@ -137,10 +137,10 @@ def served_at(progress: TrialProgress) -> str:
     return str(_service(progress).get("url") or "")
 
 
-def tenants_of(progress: TrialProgress) -> list[Record]:
-    """Return the training runs of clients."""
-    tenants = _service(progress).get("tenants")
-    return [each for each in tenants if isinstance(each, Mapping)] if isinstance(tenants, list) else []
+def models_of(progress: TrialProgress) -> list[Record]:
+    """Return the models of clients."""
+    models = _service(progress).get("models")
+    return [each for each in models if isinstance(each, Mapping)] if isinstance(models, list) else []
 
 
 def _service(progress: TrialProgress) -> Record:
@@ -160,11 +160,11 @@ def address_lines(progress: TrialProgress) -> list[str]:
     ]
 
 
-def tenant_line(tenant: Record) -> str:
-    """Return one line about a training run of a client."""
-    counts = (f"{fmt(number(tenant, key), ',.0f')} {key}" for key in ("steps", "calls", "tokens", "waiting"))
-    error = f"  last error: {tenant['error']}" if tenant.get("error") else ""
-    return f"{tenant.get('owner', '?')}  {tenant.get('model_id', '?')}  {'  '.join(counts)}{error}"
+def model_line(model: Record) -> str:
+    """Return one line about a model of a client."""
+    counts = (f"{fmt(number(model, key), ',.0f')} {key}" for key in ("steps", "calls", "tokens", "waiting"))
+    error = f"  last error: {model['last_error']}" if model.get("last_error") else ""
+    return f"{model.get('owner', '?')}  {model.get('model', '?')}  {'  '.join(counts)}{error}"
 
 
 # ---- lines about an evaluation that runs: which part of its completions is there

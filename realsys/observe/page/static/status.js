@@ -96,7 +96,7 @@ function showClients(serve) {
   if (!serve) return;
   $("clientsOf").textContent = "base_url=" + serve.url;
   table("clients", [["owner"], ["model"], ["steps", "num"], ["calls", "num"], ["tokens", "num"], ["waiting", "num"], ["last error", "wrap error"]],
-    serve.tenants.map(t => [t.owner, t.model_id, number(t.steps), number(t.calls), number(t.tokens), number(t.waiting), t.error || ""]), "none yet");
+    serve.models.map(m => [m.owner, m.model, number(m.steps), number(m.calls), number(m.tokens), number(m.waiting), m.last_error || ""]), "none yet");
 }
 function showLive(s) {
   showClients(s && s.master.serve);
