@@ -306,8 +306,8 @@ class TrainConfig(Section):
     loop: str = Field(
         "train",
         description="training loop: train, or your file (mine.py, which has a function train, or mine.py:function);"
-        " `realsys init loop mine.py` writes one; session, evaluate and serve: set by realsys.Session, `realsys eval` and"
-        " `realsys serve`",
+        " `realsys init loop mine.py` writes one; session, evaluate and serve: set by realsys.Session, `realsys eval`"
+        " and `realsys serve`",
     )
     batch_groups: Positive = Field(512, description="B: prompts per train step")
     total_steps: Positive = Field(100, description="stop after this number of train steps")

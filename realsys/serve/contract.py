@@ -91,7 +91,7 @@ class Sampling(msgspec.Struct, frozen=True):
 
 
 class Trainer(Protocol):
-    """The ranks. One call at a time. Errors of a call that are the client's raise CallRefused; any other ends the run."""
+    """The ranks. One call at a time. A call that is wrong raises CallRefused; any other error ends the run."""
 
     async def start(self, tenant: str, seed: int, checkpoint: Path | None = None) -> None:
         """Make a tenant whose adapter is drawn with ``seed``; with ``checkpoint`` its state is that of ``save``."""
@@ -105,7 +105,7 @@ class Trainer(Protocol):
         """Take one optimizer step with the gradients since the last one, which are then zero. Returns metrics."""
 
     async def save(self, tenant: str, folder: Path) -> None:
-        """Write adapter and optimizer state to ``folder``, which appears whole or not at all. Gradients are not saved."""
+        """Write adapter and optimizer state to ``folder``, whole or not at all. Gradients are not saved."""
 
     async def load(self, tenant: str, folder: Path, *, optimizer: bool) -> None:
         """Replace the adapter, and with ``optimizer`` its state, by those of a checkpoint; gradients are zero."""

@@ -114,27 +114,6 @@ class VersionsInUse:
         """Add a version that has just been published."""
         self._locators[version] = locator
 
-    async def snapshot(self) -> tuple[int, str]:
-        """Write the weights that the ranks have now for single requests; return the version, and its locator.
-
-        The version in training stays the newest one, to which the new version refers.
-        """
-        await self.finish()
-        assert self.newest is not None
-        self._snapshots += 1
-        version = self.newest.version + self._snapshots
-        await self._workers.copy_weights(CopyWeightsRequest(ACTOR, version))
-        base = await self._on_disk(version, self._base)
-        committed, _ = await self._write(version, self.newest.step, base)
-        return version, committed.locator
-
-    async def keep_snapshots(self, locators: Sequence[str]) -> None:
-        """Keep these snapshots, and delete the others but the newest; the version in training stays."""
-        assert self.newest is not None
-        in_use = [*self._in_use.locators(), *locators]
-        removed = await self._on_disk(self.newest.version, lambda: self._weights.prune(in_use))
-        self._log_once(removed.problems)
-
     def keep(self, versions: Sequence[int], pins: Iterable[PublishedVersion] = ()) -> None:
         """Keep ``versions``, as the manager names them, and all newer ones: a server may begin those at any moment.
 
@@ -271,6 +250,27 @@ class Publisher:
             committed.size / 1e6,
             len(removed.gone),
         )
+
+    async def snapshot(self) -> tuple[int, str]:
+        """Write the weights that the ranks have now for single requests; return the version, and its locator.
+
+        The version in training stays the newest one, to which the new version refers.
+        """
+        await self.finish()
+        assert self.newest is not None
+        self._snapshots += 1
+        version = self.newest.version + self._snapshots
+        await self._workers.copy_weights(CopyWeightsRequest(ACTOR, version))
+        base = await self._on_disk(version, self._base)
+        committed, _ = await self._write(version, self.newest.step, base)
+        return version, committed.locator
+
+    async def keep_snapshots(self, locators: Sequence[str]) -> None:
+        """Keep these snapshots, and delete the others but the newest; the version in training stays."""
+        assert self.newest is not None
+        in_use = [*self._in_use.locators(), *locators]
+        removed = await self._on_disk(self.newest.version, lambda: self._weights.prune(in_use))
+        self._log_once(removed.problems)
 
     def keep(self, versions: Sequence[int], pins: Iterable[PublishedVersion] = ()) -> None:
         """Keep from now on the versions in use, as the manager names them, all newer ones, and those of ``pins``."""

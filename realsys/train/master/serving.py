@@ -1,4 +1,4 @@
-"""The training service in the MasterWorker (``train.loop=serve``): its tenants on the ranks, its samples on the servers.
+"""The training service in the MasterWorker (``train.loop=serve``): tenants on the ranks, samples on the servers.
 
     Service ──> RankTrainer     switches the ranks to the tenant of a call, and runs it there
             ──> ServerSampler   sends a prompt to the server with the fewest completions of the service
@@ -54,7 +54,6 @@ from realsys.train.master.executor import GraphExecutor, Ownership
 from realsys.train.master.model_workers import ModelWorkers
 from realsys.train.master.publish import Publisher
 from realsys.train.requests import (
-    AddRowsRequest,
     ClientRows,
     FinishCheckpointRequest,
     LoadTenantRequest,
@@ -147,8 +146,6 @@ class RankTrainer:
         return {"grad_norm:mean": reply.grad_norm, "steps:sum": float(reply.applied)}
 
     async def save(self, tenant: str, folder: Path) -> None:
-        if folder.is_dir():  # saved before a restart
-            return
         await self._switch(tenant)
         # The name has the incarnation: a rank of an earlier trainer must not write among the files of this one.
         tmp = folder.with_name(f"{folder.name}.{self._incarnation}.tmp")
@@ -203,7 +200,7 @@ class RankTrainer:
             if own:
                 columns = ("tokens", "loss_mask", "logprobs", "advantages")
                 arrays = [{name: getattr(row, key).tobytes() for name, row in own.items()} for key in columns]
-                loads.append(self._workers.add_rows(head, AddRowsRequest(ClientRows(*arrays))))
+                loads.append(self._workers.add_rows(head, ClientRows(*arrays)))
         replies = await asyncio.gather(*loads)
         return [[sample] for sample in sorted((s for r in replies for s in r.samples), key=lambda s: s.ticket_id)]
 
