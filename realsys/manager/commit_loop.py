@@ -20,10 +20,11 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
+from realsys.cluster.journal import Compactor
 from realsys.cluster.lease import CheckAlive, unleased
 from realsys.errors import LedgerError
 from realsys.manager.decisions import ManagerState
-from realsys.manager.ledger.journal import Compactor, Journal
+from realsys.manager.ledger.journal import Journal
 from realsys.manager.messages import AllocateReply, NoServer
 from realsys.manager.operations import Operation, Reply, Request
 from realsys.manager.routing.rollout_workers import incarnation_of

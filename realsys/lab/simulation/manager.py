@@ -15,12 +15,13 @@ from typing import Any, Protocol
 
 import msgspec
 
+from realsys.cluster.journal import encode_record
 from realsys.lab.simulation.clock import Clock
 from realsys.manager.audit import Auditor
 from realsys.manager.commit_loop import HeldAllocations
 from realsys.manager.decisions import ManagerSettings, ManagerState
 from realsys.manager.ledger.events import Event
-from realsys.manager.ledger.journal import decode_record, encode_record
+from realsys.manager.ledger.journal import decode_record
 from realsys.manager.messages import MAX_WAIT_S, AllocateRequest, NoServer, Refusal
 from realsys.manager.operations import Operation
 from realsys.manager.routing.lending import Shift

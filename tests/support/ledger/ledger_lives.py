@@ -5,10 +5,10 @@ from pathlib import Path
 
 import msgspec
 
+from realsys.cluster.journal import encode_records
 from realsys.config.paths import TrialPaths
 from realsys.manager.decisions import ManagerState
 from realsys.manager.ledger.events import Event
-from realsys.manager.ledger.journal import encode_records
 from realsys.manager.ledger.tickets import ticket_ranges
 from realsys.manager.messages import AllocateRequest, ClaimRequest, FinishRequest, RollBackRequest, TrainedRequest
 from realsys.types import PublishedVersion, Ticket

@@ -15,10 +15,11 @@ from typing import Any, Literal
 import msgspec
 
 from realsys.algorithm.sequence_buffer import StalePolicy
+from realsys.cluster.journal import encode_record
 from realsys.manager.audit import Auditor
 from realsys.manager.decisions import ManagerSettings, ManagerState
 from realsys.manager.ledger.events import EvalEvent, Event, Order, Resumed, Snapshot
-from realsys.manager.ledger.journal import decode_record, encode_record
+from realsys.manager.ledger.journal import decode_record
 from realsys.manager.ledger.ledger import Ledger
 from realsys.manager.ledger.prompt_order import PromptOrder
 from realsys.manager.ledger.staleness import StalenessBound

@@ -5,6 +5,7 @@ import json
 import msgspec
 import pytest
 
+from realsys.cluster.journal import encode_records
 from realsys.config.paths import TrialPaths
 from realsys.errors import LedgerError
 from realsys.launch.cli import main
@@ -23,7 +24,7 @@ from realsys.manager.ledger.events import (
     Snapshot,
     Trained,
 )
-from realsys.manager.ledger.journal import Journal, encode_records
+from realsys.manager.ledger.journal import Journal
 from realsys.manager.ledger.prompt_order import permutation
 from tests.support.ledger.ledger_lives import A, B, index, life, write
 from tests.support.ledger.manager_states import SETTINGS

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from realsys.cluster.journal import encode_record
 from realsys.errors import LedgerError
 from realsys.manager.audit import Auditor
 from realsys.manager.ledger.events import (
@@ -22,7 +23,7 @@ from realsys.manager.ledger.events import (
     TicketEvent,
     Trained,
 )
-from realsys.manager.ledger.journal import decode_record, encode_record
+from realsys.manager.ledger.journal import decode_record
 from realsys.manager.ledger.ledger import Ledger
 from realsys.manager.ledger.prompt_order import UNSEEN, Curriculum, PromptOrder, permutation
 from realsys.manager.ledger.staleness import StalenessBound

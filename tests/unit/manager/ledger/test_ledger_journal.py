@@ -8,9 +8,10 @@ import stat
 import msgspec
 import pytest
 
+from realsys.cluster import journal as journal_module
+from realsys.cluster.journal import Compactor, encode_record, twin_path
 from realsys.errors import Fenced, LedgerError
 from realsys.manager.decisions import ManagerState
-from realsys.manager.ledger import journal as journal_module
 from realsys.manager.ledger.events import (
     EvalAnswered,
     EvalHeld,
@@ -24,7 +25,7 @@ from realsys.manager.ledger.events import (
     Snapshot,
     Trained,
 )
-from realsys.manager.ledger.journal import Compactor, Journal, decode_record, encode_record, read_journal, twin_path
+from realsys.manager.ledger.journal import Journal, decode_record, read_journal
 from realsys.manager.ledger.ledger import Ledger
 from realsys.manager.ledger.prompt_order import PromptOrder
 from realsys.manager.messages import AllocateRequest, EvaluateRequest, RollBackRequest
