@@ -162,7 +162,8 @@ def sampling(request: Sample, vocab: int, longest: int) -> tuple[list[int], Samp
     params = request.sampling_params
     for name in Sample.__struct_fields__[Sample.__struct_fields__.index("target_prompt_logprobs") :]:
         if getattr(request, name):
-            raise CallRefused(f"{name} is not supported here")
+            hint = ": the loss stable_reinforce needs it, whose formula is closed" if name.startswith("record_") else ""
+            raise CallRefused(f"{name} is not supported here{hint}")
     prompt: list[int] = []
     for number, chunk in enumerate(request.prompt.chunks):
         if chunk.type != "encoded_text":

@@ -11,7 +11,7 @@ from realsys.serve.settings import read_settings
 from tests.conftest import shared_servers
 from tests.support.jobs.jobs import LiveJob, running
 from tests.support.processes.forked import COMMAND
-from tests.tinker.loops import HUB, Ended, Runner
+from tests.support.tinker.loops import HUB, Ended, Runner
 
 NAME = "Qwen/Qwen3-4B-Instruct-2507"  # as the cookbook knows tokenizer and renderer
 

@@ -4,7 +4,7 @@ import pytest
 
 from tests.support.jobs.jobs import realsys
 from tests.tinker.conftest import Service
-from tests.tinker.loops import ASYNC_RL, RL, SL
+from tests.support.tinker.loops import ASYNC_RL, RL, SL
 
 pytestmark = [pytest.mark.system, pytest.mark.needs(package="tinker_cookbook")]
 

@@ -44,6 +44,7 @@ from realsys.model_calls import ReadRequest
 from realsys.model_files.config_json import read_model
 from realsys.serve.contract import Adam, CallRefused, ClientRow, Passed, Sampled, Sampling, Snapshot
 from realsys.serve.routes import serve as serve_http
+from realsys.serve.service import Owner as ServiceOwner
 from realsys.serve.service import ServeSettings as ServiceSettings
 from realsys.serve.service import Service
 from realsys.serve.settings import read_settings
@@ -293,7 +294,10 @@ async def serve(parts: MasterParts, ctx: WorkerContext, stop: asyncio.Event) -> 
         attn={"qkv", "proj"} <= targets,
         mlp={"gate_up", "down"} <= targets,
         checkpoint_every=stored.checkpoint_every,
-        owners=stored.owners,
+        owners=tuple(
+            ServiceOwner(name, one.key, one.models, one.calls_waiting, one.tokens_per_call)
+            for name, one in stored.owners.items()
+        ),
     )
     trainer = RankTrainer(
         config,

@@ -12,7 +12,7 @@ from typing import Any
 from tests.support.jobs.jobs import BOUND_S
 
 RL, SL, ASYNC_RL = (f"tinker_cookbook.recipes.{name}" for name in ("rl_loop", "sl_loop", "math_rl.train"))
-HUB = "tests.tinker.hub"
+HUB = "tests.support.tinker.hub"
 
 
 @dataclass(frozen=True)
