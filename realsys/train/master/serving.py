@@ -14,6 +14,7 @@ import itertools
 import logging
 import math
 import secrets
+import shutil
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -151,7 +152,13 @@ class RankTrainer:
         # The name has the incarnation: a rank of an earlier trainer must not write among the files of this one.
         tmp = folder.with_name(f"{folder.name}.{self._incarnation}.tmp")
         self._check_alive()
-        await self._on_disk(folder, lambda: CHECKPOINT.prepare(tmp))
+
+        def prepare() -> None:
+            for left in folder.parent.glob("*.tmp"):  # by a trainer that was killed
+                shutil.rmtree(left)
+            CHECKPOINT.prepare(tmp)
+
+        await self._on_disk(folder, prepare)
         await self._workers.save_checkpoint(SaveCheckpointRequest(ACTOR, 0, str(tmp)))
         await self._workers.finish_checkpoint(FinishCheckpointRequest(ACTOR, 0))
         layout = self._mesh.layout

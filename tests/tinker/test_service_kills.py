@@ -1,0 +1,67 @@
+"""Processes of `realsys serve` are killed during the calls of a client: no call is lost, and none is applied twice."""
+
+import os
+import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from realsys.train.checkpoint.checkpoint_files import RankIndex, decode_index
+from tests.support.jobs.jobs import LiveJob, realsys
+from tests.tinker.conftest import Service
+
+pytestmark = [pytest.mark.system, pytest.mark.needs(package="tinker_cookbook")]
+
+#: steps, and kills
+STEPS = int(os.environ.get("REALSYS_KILLS", "4"))
+SEED = int(os.environ.get("REALSYS_DAY", "1"))
+STEPPER = "tests.support.tinker.steps"
+PROCESSES = ("master_worker/0", "model_worker/0", "model_worker/1", "generation_server/0", "gserver_manager/0")
+
+
+def trained(service: Service, name: str) -> dict[str, str]:
+    """Train a new model; return the checksums of its state: of its adapter, and of its optimizer."""
+    service.loop(STEPPER, name, steps=STEPS).completed()
+    model, _ = (service.folder / name / "saved").read_text().removeprefix("tinker://").split("/weights/")
+    folder = service.live.root / "clients" / model.replace(":", "-")
+    found = {}
+    [state] = sorted(folder.glob("weights-*"))
+    for path in sorted(state.glob("*-of-*.json")):
+        index: RankIndex = decode_index(path.read_bytes(), path)
+        pieces = [piece for piece in index.pieces if piece.kind != "generator"]
+        found |= {f"{index.rank} {piece.kind} {piece.name} {piece.start}": piece.checksum for piece in pieces}
+    assert any("exp_avg" in name for name in found), "the state of the optimizer is in it"
+    return found
+
+
+def kill_at_steps(live: LiveJob, calls: Path, ended: threading.Event) -> list[str]:
+    """Kill a process a random time after the beginning of each step, until ``ended``; return those killed."""
+    rng, killed, seen = random.Random(SEED), [], 0
+    while not ended.wait(rng.uniform(0.0, 0.8) if seen else 0.05):
+        begun = calls.stat().st_size if calls.exists() else 0
+        if begun > seen:
+            seen = begun
+            name = rng.choice(PROCESSES)
+            if not ended.wait(rng.uniform(0.0, 0.8)) and live.pid(name) is not None:
+                live.kill(name)
+                killed.append(name)
+    return killed
+
+
+def test_killed_service_ends_as_an_undisturbed_one(service: Service):
+    undisturbed = trained(service, "undisturbed")
+    ended = threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        killing = pool.submit(kill_at_steps, service.live, service.folder / "killed" / "calls", ended)
+        try:
+            disturbed = trained(service, "killed")
+        finally:
+            ended.set()
+    killed = killing.result()
+    assert killed, "nothing was killed"
+    print(f"killed: {', '.join(killed)}")
+    assert disturbed == undisturbed
+    audited = realsys("audit", service.live.root)
+    assert audited.returncode == 0, audited.stdout
