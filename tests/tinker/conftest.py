@@ -42,7 +42,13 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
             patch.setenv(name, value)
         runner = Runner()
         runner.run(HUB, folder / "hub", home=home, model=model).completed()
-        words = [f"model.path={model}", f"fileroot={folder / 'runs'}", "train.lora.rank=8", "train.lora.alpha=16.0"]
+        words = [
+            f"model.path={model}",
+            f"fileroot={folder / 'runs'}",
+            "train.lora.rank=8",
+            "train.lora.alpha=16.0",
+            "allocation=serve.d1+d2",
+        ]
         words += ["--trial", root.name, "--model-name", NAME, "--plain", "telemetry.curves_every_s=0"]
         with running(root, [*COMMAND, "serve", *words]) as live:
             shared_servers.add(live.process.pid)

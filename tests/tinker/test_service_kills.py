@@ -2,8 +2,10 @@
 
 import os
 import random
+import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -21,9 +23,9 @@ STEPPER = "tests.support.tinker.steps"
 PROCESSES = ("master_worker/0", "model_worker/0", "model_worker/1", "generation_server/0", "gserver_manager/0")
 
 
-def trained(service: Service, name: str) -> dict[str, str]:
+def trained(service: Service, name: str, *, killed: bool = False) -> dict[str, str]:
     """Train a new model; return the checksums of its state: of its adapter, and of its optimizer."""
-    service.loop(STEPPER, name, steps=STEPS).completed()
+    service.loop(STEPPER, name, steps=STEPS, killed=killed).completed()
     model, _ = (service.folder / name / "saved").read_text().removeprefix("tinker://").split("/weights/")
     folder = service.live.root / "clients" / model.replace(":", "-")
     found = {}
@@ -36,31 +38,33 @@ def trained(service: Service, name: str) -> dict[str, str]:
     return found
 
 
-def kill_at_steps(live: LiveJob, calls: Path, ended: threading.Event) -> list[str]:
+def kill_at_steps(live: LiveJob, folder: Path, ended: threading.Event) -> list[str]:
     """Kill a process a random time after the beginning of each step, until ``ended``; return those killed."""
-    rng, killed, seen = random.Random(SEED), [], 0
-    while not ended.wait(rng.uniform(0.0, 0.8) if seen else 0.05):
-        begun = calls.stat().st_size if calls.exists() else 0
-        if begun > seen:
-            seen = begun
+    rng, killed = random.Random(SEED), []
+    while not ended.wait(0.01):
+        begun = (folder / "calls").stat().st_size if (folder / "calls").exists() else 0
+        if begun > len(killed) and not ended.wait(rng.uniform(0.0, 0.3)):
             name = rng.choice(PROCESSES)
-            if not ended.wait(rng.uniform(0.0, 0.8)) and live.pid(name) is not None:
-                live.kill(name)
-                killed.append(name)
+            os.kill(live.until(partial(live.pid, name), f"{name} runs"), signal.SIGKILL)
+            killed.append(name)
+            with (folder / "kills").open("ab") as file:
+                file.write(b".")
     return killed
 
 
 def test_killed_service_ends_as_an_undisturbed_one(service: Service):
     undisturbed = trained(service, "undisturbed")
-    ended = threading.Event()
+    ended, killed_folder = threading.Event(), service.folder / "killed"
+    killed_folder.mkdir()
+    (killed_folder / "kills").touch()
     with ThreadPoolExecutor(1) as pool:
-        killing = pool.submit(kill_at_steps, service.live, service.folder / "killed" / "calls", ended)
+        killing = pool.submit(kill_at_steps, service.live, killed_folder, ended)
         try:
-            disturbed = trained(service, "killed")
+            disturbed = trained(service, "killed", killed=True)
         finally:
             ended.set()
     killed = killing.result()
-    assert killed, "nothing was killed"
+    assert len(killed) == STEPS
     print(f"killed: {', '.join(killed)}")
     assert disturbed == undisturbed
     audited = realsys("audit", service.live.root)
