@@ -9,8 +9,8 @@
     dro                   -(A theta - beta / 2 (theta - old)^2)
     gspo                  ppo with r = sg(s) theta / sg(theta)    s = exp(mean of theta - old over the tokens of a row)
 
-Source: tinker-docs.thinkingmachines.ai/tinker/losses, read in November 2026. The sums are not divided by anything. Of
-a token whose ``old`` is -inf only the log-prob is wanted: it has no loss, and is not in the mean of gspo.
+docs/algorithms.md names the sources. The sums are not divided by anything. A token whose ``old`` is -inf has no loss,
+and is not in the mean of gspo.
 
 Importing this module needs no torch: the service calls ``problem_of``, and its process has no torch.
 """
