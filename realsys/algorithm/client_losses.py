@@ -9,10 +9,10 @@
     dro                   -(A theta - beta / 2 (theta - old)^2)
     gspo                  ppo with r = sg(s) theta / sg(theta)    s = exp(mean of theta - old over the tokens of a row)
 
-Source: tinker-docs.thinkingmachines.ai/tinker/losses, read in November 2026. The sums are not divided by anything. Of
-a token whose ``old`` is -inf only the log-prob is wanted: it has no loss, and is not in the mean of gspo.
+docs/algorithms.md names the sources. The sums are not divided by anything. A token whose ``old`` is -inf has no loss,
+and is not in the mean of gspo.
 
-Importing this module needs no torch: the service checks ``CONFIGS``, and its process has no torch.
+Importing this module needs no torch: the service calls ``problem_of``, and its process has no torch.
 """
 
 from __future__ import annotations
@@ -39,6 +39,16 @@ CONFIGS: Mapping[str, Mapping[str, float]] = {
 }
 
 
+def problem_of(name: str, config: Mapping[str, float]) -> str:
+    """Return why there is no loss ``name`` with these settings; "" if there is one."""
+    if name not in CONFIGS:
+        return f"unknown loss {name!r}: use one of {', '.join(CONFIGS)}"
+    if unknown := config.keys() - CONFIGS[name].keys():
+        known = ", ".join(CONFIGS[name]) or "none"
+        return f"loss {name} has no setting {', '.join(sorted(unknown))}: it has {known}"
+    return ""
+
+
 def client_loss(
     name: str, theta: Tensor, old: Tensor, advantages: Tensor, segments: Segments, config: Mapping[str, float]
 ) -> tuple[Tensor, dict[str, Tensor]]:
@@ -48,14 +58,15 @@ def client_loss(
     old         float32 [t]  log-probs when the tokens were sampled, which the client sent
     advantages  float32 [t]
     segments    the rows of the tokens; gspo needs whole rows
-    config      settings of the loss that are not their defaults; KeyError for one that it does not have
+    config      settings of the loss that are not their defaults
 
     Statistics: ``loss_sum``; of the tokens with an advantage their number ``tokens``, kl_sum (old - theta, the estimate
-    k1 of KL(old || theta)) and, if the loss has ratios, ratio_sum and clip_count (ratios beyond a threshold).
+    k1 of KL(old || theta)) and, if the loss has ratios, ratio_sum and clip_count (ratios beyond a threshold). Raises
+    ValueError for an unknown loss or setting.
     """
-    settings = {key: config.get(key, default) for key, default in CONFIGS[name].items()}
-    if unknown := config.keys() - settings.keys():
-        raise KeyError(f"loss {name} has no setting {', '.join(sorted(unknown))}")
+    if problem := problem_of(name, config):
+        raise ValueError(problem)
+    settings = {**CONFIGS[name], **config}
     mask = ~old.isneginf()
     theta, old, advantages = theta.where(mask, 0.0), old.where(mask, 0.0), advantages.where(mask, 0.0)
     counted = mask & (advantages != 0)

@@ -251,7 +251,8 @@ def test_training_resumes_bit_by_bit_from_a_checkpoint(folders, tmp_path):
 
 
 KNOWN_HANDLERS = (
-    "actor_inf, actor_train, advantages, critic_inf, critic_train, dpo, ref_inf, reward_inf, reward_model, sft"
+    "actor_inf, actor_train, advantages, critic_inf, critic_train, dpo, ref_inf, reward_inf, reward_model, sft, "
+    "tenant_loss"
 )
 
 

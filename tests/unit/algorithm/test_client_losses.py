@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from realsys.algorithm.client_losses import CONFIGS, client_loss
+from realsys.algorithm.client_losses import CONFIGS, client_loss, problem_of
 from realsys.algorithm.loss_tokens import Segments
 from realsys.serve.contract import LOSSES
 
@@ -121,9 +121,20 @@ def test_no_ratio_overflows():
         assert loss.isfinite() and gradient.isfinite().all(), name
 
 
-def test_unknown_setting_is_refused():
-    with pytest.raises(KeyError, match="loss dro has no setting clip_low_threshold"):
-        computed("dro", config={"clip_low_threshold": 0.5})
+@pytest.mark.parametrize(
+    ("name", "config", "problem"),
+    [
+        ("dro", {"beta": 1.0}, ""),
+        ("dro", {"clip_low_threshold": 0.5}, "loss dro has no setting clip_low_threshold: it has beta"),
+        ("cross_entropy", {"a": 1, "b": 2}, "loss cross_entropy has no setting a, b: it has none"),
+        ("nll", {}, "unknown loss 'nll': use one of cross_entropy, importance_sampling, ppo, cispo, dro, gspo"),
+    ],
+)
+def test_unknown_loss_or_setting_is_refused(name, config, problem):
+    assert problem_of(name, config) == problem
+    if problem:
+        with pytest.raises(ValueError, match=problem):
+            computed(name, config=config)
 
 
 def test_every_loss_of_the_contract_has_settings():

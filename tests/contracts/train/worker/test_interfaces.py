@@ -310,7 +310,7 @@ def test_training_reads_the_advantages_of_an_own_algorithm(folders):
 
 def test_every_builtin_handler_and_hook_exists():
     handlers = [find_handler(name) for name in CALL_HANDLER.builtin]
-    assert len({type(handler) for handler in handlers}) == 10
+    assert len({type(handler) for handler in handlers}) == 11
     assert find_handler("sft") is find_handler("sft"), "one instance per process"
     assert [find_hook(name).__name__ for name in HOOK.builtin] == list(HOOK.builtin)
 
@@ -320,7 +320,7 @@ def test_unknown_handler_is_refused_with_the_known_ones():
         find_handler("critic_trian")
     assert str(caught.value) == (
         "config: dataflow='critic_trian': unknown call handler: use one of actor_inf, actor_train, advantages, "
-        "critic_inf, critic_train, dpo, ref_inf, reward_inf, reward_model, sft, or package.module:name"
+        "critic_inf, critic_train, dpo, ref_inf, reward_inf, reward_model, sft, tenant_loss, or package.module:name"
     )
 
 
