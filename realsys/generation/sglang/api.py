@@ -125,6 +125,8 @@ class SglangApi(EngineApi):
             body["top_logprobs_num"] = max(tops)  # the pieces of one request want the same number
         if pieces[0].namespace is not None:
             body["extra_key"] = pieces[0].namespace  # the same, too
+        if pieces[0].adapter:
+            body["lora_path"] = pieces[0].adapter  # SGLang's word for its name
         if on_reply is None:
             replies = decode_reply("SGLang/generate", await self.send("/generate", body, timeout_s), list[Reply])
         else:
@@ -199,6 +201,12 @@ class SglangApi(EngineApi):
     async def renumber(self, version: int) -> None:
         body = {"new_version": str(version), "abort_all_requests": False}
         await self.send("/update_weight_version", body)
+
+    async def load_adapter(self, name: str, directory: Path, timeout_s: float) -> None:
+        await self.send("/load_lora_adapter", {"lora_name": name, "lora_path": str(directory)}, timeout_s)
+
+    async def unload_adapter(self, name: str) -> None:
+        await self.send("/unload_lora_adapter", {"lora_name": name})
 
     async def read_load(self, timeout_s: float) -> EngineLoad:
         path = "/v1/loads?include=core"

@@ -17,13 +17,24 @@ from realsys.config.backend_rules import (
     ServerSizes,
     check_options,
     check_sglang_sampling,
+    serves_adapters,
     sglang_options,
     sglang_server_sizes,
 )
 from realsys.config.machine import Machine, NodeDevices
 from realsys.config.schema import Config
-from realsys.config.trial_sizes import longest_sequence
-from realsys.generation.backend import ONE_NODE, Backend, Change, EngineParts, Materialise, NodeSpan, PartParts
+from realsys.config.schema_train import LoraConfig
+from realsys.config.trial_sizes import longest_sequence, model_of
+from realsys.generation.backend import (
+    ONE_NODE,
+    Backend,
+    Change,
+    EngineParts,
+    Materialise,
+    NodeSpan,
+    PartParts,
+    WriteAdapters,
+)
 from realsys.generation.child.engine import (
     MAX_ANSWERS,
     MAX_RESTARTS,
@@ -36,6 +47,10 @@ from realsys.generation.sglang.process import Launch, run_part
 
 #: share of a GPU that SGLang's weights and cache have by default; CUDA graphs and activations have the rest
 _DEFAULT_SHARE = 0.88
+#: SGLang pads matrices to such a size on a CPU, but not their adapters
+_CPU_PADDING = 32
+#: parts of the fused matrices
+_PARTS = {"qkv": ("q", "k", "v"), "proj": ("o",), "gate_up": ("gate", "up"), "down": ("down",)}
 _CPU_BYTES = 2560 << 20  # SGLang's processes, of one server on a CPU with a small model
 
 
@@ -84,6 +99,12 @@ class SglangBackend(Backend):
             return {}
         return {"generation.sglang.args": {**args, STATIC_SHARE: share}}
 
+    def adapters(self) -> str:
+        padded = _CPU_PADDING * self.sizes(parse_allocation(self.config.allocation)).tensor
+        if not Machine.here().gpus and model_of(self.config).ffn % padded:
+            return f"on a CPU, SGLang has adapters only for an intermediate size that is a multiple of {padded}"
+        return ""
+
     def grammars(self) -> bool:
         """True if SGLang has what its grammars need, and no update makes a completion continue as a new request."""
         generation, given = self.config.generation, sglang_options(self.config.generation.sglang)
@@ -95,7 +116,13 @@ class SglangBackend(Backend):
 
     def build(self, parts: EngineParts) -> ChildEngine:
         engine = build_sglang_engine(
-            parts.model_path, self.config, parts.materialise, parts.on_change, index=parts.index, span=parts.span
+            parts.model_path,
+            self.config,
+            parts.materialise,
+            parts.on_change,
+            index=parts.index,
+            span=parts.span,
+            write_adapters=parts.write_adapters,
         )
         parts.on_stop(engine.abandon_start)
         return engine
@@ -114,6 +141,7 @@ def build_sglang_engine(
     *,
     index: int = 0,
     span: NodeSpan = ONE_NODE,
+    write_adapters: WriteAdapters | None = None,
 ) -> ChildEngine:
     """Make an engine that is not started yet. ``index`` is the server's: each draws other random numbers.
 
@@ -132,7 +160,13 @@ def build_sglang_engine(
         grammars=SglangBackend(config).grammars(),
         # A server that spans nodes starts again on all of them, which only the launcher can do.
         max_restarts=MAX_RESTARTS if span.nodes == 1 else 0,
+        write_adapters=write_adapters if launch.adapters else None,
     )
+
+
+def _matrices(lora: LoraConfig) -> list[str]:
+    """Return SGLang's names of the matrices that have adapters."""
+    return [f"{part}_proj" for target in lora.targets for part in _PARTS[target]]
 
 
 def _tokenizer(model_path: Path, config: Config) -> Tokenizer | None:
@@ -160,4 +194,6 @@ def _launch(model_path: Path, config: Config, index: int, span: NodeSpan, tokeni
         shared=config.cluster.share_gpus or allocation.is_lent(index),
         lent=allocation.is_lent(index),
         receives=config.weights.transport == "group",
+        adapters=_matrices(config.train.lora) if serves_adapters(config) else (),
+        adapter_rank=config.train.lora.rank,
     )

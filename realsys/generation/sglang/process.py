@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 from realsys.config.backend_rules import STATIC_SHARE, command_line_flags
 from realsys.errors import GenerationError
 from realsys.generation.backend import ONE_NODE, NodeSpan
+from realsys.generation.child.adapters import MOST_ADAPTERS
 from realsys.generation.child.contract import EngineApi, EngineLaunch
 from realsys.generation.child.process import LOOPBACK, EngineProcess, engine_environment
 from realsys.generation.sglang.api import SglangApi
@@ -31,7 +32,10 @@ _CPU_TOKENS = 65536  # KV cache of a server on CPU, unless the context is longer
 
 @dataclass(frozen=True, slots=True)
 class Launch(EngineLaunch):
-    """Settings of one start. ``span``: of the server. ``receives``: it gets weights by group."""
+    """Settings of one start. ``span``: of the server. ``receives``: it gets weights by group.
+
+    ``adapters``: names of the matrices whose adapters requests may name, and ``adapter_rank`` is theirs.
+    """
 
     api: ClassVar[type[EngineApi]] = SglangApi
     share_option: ClassVar[str] = STATIC_SHARE
@@ -40,6 +44,8 @@ class Launch(EngineLaunch):
     fp32_head: bool = False
     span: NodeSpan = ONE_NODE
     receives: bool = False
+    adapters: Sequence[str] = ()
+    adapter_rank: int = 0
 
     def share_of(self, share: float, free: float) -> float:
         return share / free  # SGLang takes its option for a share of what is free when it starts
@@ -51,6 +57,14 @@ class Launch(EngineLaunch):
         fixed: dict[str, Any] = {"model-path": str(self.model_path), "host": LOOPBACK, "port": port}
         if self.lent:
             fixed["enable-memory-saver"] = True
+        if self.adapters:
+            fixed |= {
+                "enable-lora": True,
+                "max-lora-rank": self.adapter_rank,
+                "lora-target-modules": list(self.adapters),
+            }
+            fixed["max-loras-per-batch"] = MOST_ADAPTERS + 1  # one is for requests without an adapter
+            fixed["lora-backend"] = None if self.gpus else "torch_native"
         if self.span.nodes > 1:
             meeting = {"node-rank": self.span.rank, "dist-init-addr": self.span.init_address}
             fixed |= {"nnodes": self.span.nodes, **meeting}

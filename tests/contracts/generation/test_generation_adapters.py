@@ -20,12 +20,13 @@ import torch
 from realsys.config.backend_rules import backend_rules
 from realsys.config.schema import EmbeddedConfig, GenerationConfig
 from realsys.errors import GenerationError, ServerBusy
-from realsys.generation.backend import GenerationEngine, make_backend
+from realsys.generation.backend import ONE_NODE, Backend, EngineParts, GenerationEngine, make_backend
 from realsys.generation.client import SamplingSpec
 from realsys.generation.embedded.adapters import AdapterEngines
 from realsys.generation.embedded.decoder import read_tensors
 from realsys.generation.embedded.engine import EmbeddedEngine, build_engine
 from realsys.generation.protocol import AdapterWeights, SamplingParams
+from realsys.generation.sglang import backend as sglang_backend
 from realsys.generation.weight_folder import FolderWriter
 from realsys.train.worker.weight_saver import checksums_of
 from realsys.weights.contract import StagedWeights
@@ -36,9 +37,12 @@ from realsys.weights.host_copies import SharedCopies
 from realsys.weights.host_reader import HostReader
 from realsys.weights.low_rank import AdaptedTensors, factors_of
 from tests.support.processes.config_trees import changed
+from tests.support.serving.generation_models import make_model
 from tests.support.serving.generation_servers import (
     BOUND_S,
     CONTEXT,
+    EOS,
+    HEADS,
     LONG,
     PROMPT,
     Versions,
@@ -52,9 +56,18 @@ from tests.support.serving.generation_servers import (
     shard_of,
     with_progress,
 )
-from tests.support.serving.sglang_server import needs_vllm
+from tests.support.serving.sglang_server import needs_sglang, needs_vllm
 
 SPEC = SamplingSpec(max_new_tokens=24, n=2)
+SERVE = ["train.loop=serve", "train.lora.rank=2"]
+OWN = "tests.contracts.generation.test_generation_adapters:OwnBackend"
+
+
+class OwnBackend(Backend):
+    """A user's backend, whose engine has no adapters."""
+
+    def build(self, parts: EngineParts) -> GenerationEngine:
+        raise NotImplementedError
 
 
 @dataclass
@@ -336,63 +349,66 @@ def test_close_ends_waiting_requests_retryably(versions):
 
 
 class Tenants:
-    """Versions of tenants on one base, the model of the suite: 0 has B = 0, those from 1 to ``LAST`` differ."""
+    """Versions of tenants on one base: 0 has B = 0, those from 1 to ``LAST`` differ. 20 is of another base."""
 
     LAST, RANK, SCALE = 12, 2, 1.5
 
-    def __init__(self, root: Path, versions: Versions) -> None:
-        self.model = versions.paths[-1]
+    def __init__(self, root: Path) -> None:
+        self.model = root / "model"
+        base, other = (
+            make_model("qwen2", path, seed=seed, eos=EOS, **HEADS | {"intermediate_size": 96})  # SGLang: 32 times n
+            for seed, path in ((31, self.model), (32, root / "other"))
+        )
         frozen = read_tensors(self.model)
-        share, writer, base = AdaptedTensors(frozen, {}, {}, self.RANK, self.SCALE), ShardWriter(), ""
+        share, writer, before = AdaptedTensors(frozen, {}, {}, self.RANK, self.SCALE), ShardWriter(), ""
         random = torch.Generator().manual_seed(1)
-        self.models, self.paths = {-1: versions.models[-1], 0: versions.models[-1]}, {-1: self.model}
+        self.models, self.paths = {-1: base, 0: base, 20: other}, {-1: self.model}
         for version in range(self.LAST + 1):
             for name, weight in frozen.items():
                 if "proj.weight" in name:
                     a, b = (torch.randn(shape, generator=random) for shape in ((2, weight.shape[1]), (len(weight), 2)))
                     share.factors = {**share.factors, name: factors_of(a, b * 0.05 * (version > 0))}
             tmp = manifest.prepare(root, version, "test")
-            written = writer.write(tmp / "model-00001-of-00001.safetensors", share, base, checksums_of(share))
+            written = writer.write(tmp / "model-00001-of-00001.safetensors", share, before, checksums_of(share))
             self.paths[version] = manifest.commit(
                 tmp, version=version, incarnation="test", step=version, shards=[written], model_dir=self.model
             )
-            base = self.paths[version].name
+            before = self.paths[version].name
             if version:
-                self.models[version] = copy.deepcopy(versions.models[-1])
+                self.models[version] = copy.deepcopy(base)
                 self.models[version].load_state_dict(dict(share), strict=False)
+        self.paths[20] = publish(root, 20, root / "other")
 
 
 @pytest.fixture(scope="module")
-def tenants(versions: Versions, tmp_path_factory: pytest.TempPathFactory) -> Tenants:
-    return Tenants(tmp_path_factory.mktemp("tenants"), versions)
+def tenants(tmp_path_factory: pytest.TempPathFactory) -> Tenants:
+    return Tenants(tmp_path_factory.mktemp("tenants"))
 
 
-@contextmanager
-def native(tenants: Tenants, root: Path) -> Iterator[Adapted]:
-    """The real vLLM."""
-    needs_vllm()
+@pytest.fixture(scope="module", params=["vllm", "sglang"])
+def native(request, tenants: Tenants, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Adapted]:
+    """The real SGLang or vLLM."""
+    {"vllm": needs_vllm, "sglang": needs_sglang}[request.param]()
+    root = tmp_path_factory.mktemp("host")
     reader = HostReader(SharedCopies(root, tenants.model, [root]))
-    settings = ["train.loop=serve", "train.lora.rank=2", "generation.backend_args={args: {max-model-len: 512}}"]
-    backend = make_backend(changed("generation.backend=vllm", *settings))
+    args = {
+        "vllm": "generation.backend_args={args: {max-model-len: 512}}",
+        "sglang": "generation.sglang.args={context-length: 512}",
+    }
+    config = changed(f"generation.backend={request.param}", *SERVE, args[request.param])
     write = FolderWriter(reader, tenants.model).write
-    engine = backend.build_engine(tenants.model, write, print, write_adapters=reader.write_adapters)
+    parts = EngineParts(config, tenants.model, 0, reader.stage, write, print, lambda stop: None)
+    engine = make_backend(config).build(dataclasses.replace(parts, write_adapters=reader.write_adapters))
     with serving(engine) as url:
-        asyncio.run_coroutine_threadsafe(asyncio.to_thread(int), engine._loop._loop).result(
-            BOUND_S
-        )  # its thread is there
+        # Its thread for files is there from now on.
+        asyncio.run_coroutine_threadsafe(asyncio.to_thread(int), engine._loop._loop).result(BOUND_S)
         yield Adapted(url, engine, tenants.models, tenants.paths, Counter(), threading.Event())
     reader.close()
 
 
-@pytest.fixture(scope="module")
-def vllm_adapters(tenants: Tenants, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Adapted]:
-    with native(tenants, tmp_path_factory.mktemp("host")) as server:
-        yield server
-
-
-def test_vllm_samples_tenants_beside_each_other(vllm_adapters, tenants, tmp_path):
+def test_one_batch_has_requests_of_many_tenants(native, tenants, tmp_path):
     """From the start, and after an update; greedy tokens are those of the embedded engine, log-probs to 1e-3."""
-    server = vllm_adapters
+    server = native
     greedy = SamplingSpec(max_new_tokens=24, temperature=0.0)
 
     async def test(client):
@@ -421,9 +437,9 @@ def test_vllm_samples_tenants_beside_each_other(vllm_adapters, tenants, tmp_path
     reader.close()
 
 
-def test_vllm_holds_some_tenants_at_a_time(vllm_adapters, tenants):
+def test_engine_holds_some_tenants_at_a_time(native, tenants):
     """More than it has room for, twice, all at the same time."""
-    server = vllm_adapters
+    server = native
 
     async def test(client):
         await update(client, server, 0)
@@ -450,25 +466,24 @@ def test_vllm_holds_some_tenants_at_a_time(vllm_adapters, tenants):
     drive(test)
 
 
-def test_vllm_refuses_a_tenant_alone(vllm_adapters, tenants, versions, tmp_path):
+def test_engine_refuses_a_tenant_alone(native, tenants, tmp_path):
     """One whose version is damaged, not found, or on other weights than those that the server has."""
-    server = dataclasses.replace(vllm_adapters, paths={**tenants.paths, 20: tmp_path / "gone", 21: versions.paths[1]})
-    server.paths[21] = publish(tmp_path, 21, versions.paths[-1].parent / "hf1")
+    server = dataclasses.replace(native, paths={**tenants.paths, 21: tmp_path / "gone"})
 
     async def test(client):
         await update(client, server, 0)
         damaged = next(tenants.paths[5].glob("model-*"))
         server.engine._traffic.adapters._adapters.clear()
         flip(damaged)
-        for version, reason in ((5, "corrupt"), (20, "gone"), (21, "is not that of the weights that the server has")):
+        for version, reason in ((5, "corrupt"), (21, "gone"), (20, "is not that of the weights that the server has")):
             with pytest.raises(GenerationError, match=f"status 400: adapter 'tenant-{version}': .*{reason}") as one:
                 await sampled(client, server, version)
             assert not one.value.retryable
         flip(damaged)
         check(server, (await sampled(client, server, 5))[0])
         # Other weights are loaded: a tenant that was served a moment ago is refused, until its own are back.
-        server.paths[22] = publish(tmp_path, 22, versions.paths[-1].parent / "hf1", incarnation="zest")
-        await update(client, server, 22)
+        await update(client, server, 20)
+        check(server, (await sampled(client, server, None))[0])
         with pytest.raises(GenerationError, match="is not that of the weights that the server has"):
             await sampled(client, server, 5)
         await update(client, server, 0)
@@ -477,9 +492,9 @@ def test_vllm_refuses_a_tenant_alone(vllm_adapters, tenants, versions, tmp_path)
     drive(test)
 
 
-def test_vllm_update_and_abort_meet_tenants(vllm_adapters):
+def test_update_and_abort_meet_tenants(native):
     """An update of the same weights under another number cuts nothing; an abort ends one with what it has."""
-    server = vllm_adapters
+    server = native
 
     async def test(client):
         await update(client, server, 0)
@@ -513,12 +528,36 @@ async def update(client, server: Adapted, version: int) -> None:
         ("generation.backend=embedded", True),
         ("generation.backend=vllm", True),
         ("generation.backend=vllm train.lora.rank=513", False),
-        ("generation.backend=sglang", False),
+        ("generation.backend=sglang", True),
+        ("generation.backend=sglang model.tiny.intermediate_size=80", False),
+        (f"generation.backend={OWN}", False),
     ],
 )
 def test_backend_says_why_it_cannot_serve_adapters(settings, serves):
     config = changed("train.loop=serve", "train.lora.rank=2", *settings.split())
     assert (backend_rules(config).adapters() == "") is serves
+
+
+def test_engines_have_adapters_only_for_a_training_service(tmp_path):
+    """The options of other runs are as before. Both make room for the rank, and for requests without an adapter."""
+    make_model("qwen2", tmp_path / "model")
+
+    def flags(backend: str, *settings: str) -> str:
+        config = changed(f"generation.backend={backend}", *settings)
+        if backend == "vllm":
+            launch = make_backend(config).launch(tmp_path / "model", index=0, tokenizer=False)
+        else:
+            launch = sglang_backend._launch(tmp_path / "model", config, 0, ONE_NODE, None)
+        command, environment = launch.command(1), launch.environment({})
+        assert ("VLLM_ALLOW_RUNTIME_LORA_UPDATING" in environment) == (backend == "vllm" and "--enable-lora" in command)
+        return " ".join(command)
+
+    for backend in ("vllm", "sglang"):
+        for settings in ([], SERVE[:1], SERVE[1:]):
+            assert "lora" not in flags(backend, *settings)
+    assert "--enable-lora --max-lora-rank 32 --max-loras 8" in flags("vllm", SERVE[0], "train.lora.rank=20")
+    found = flags("sglang", SERVE[0], "train.lora.rank=20", "train.lora.targets=[qkv,down]")
+    assert "--max-lora-rank 20 --lora-target-modules q_proj k_proj v_proj down_proj --max-loras-per-batch 9" in found
 
 
 def _fields(adapter: AdapterWeights) -> dict[str, object]:

@@ -4,11 +4,12 @@ so every process of the server runs the top of this file before it imports SGLan
 
 import runpy
 
-from . import attention, kernels, vision
+from . import attention, kernels, pinned, vision
 
 kernels.install()
 vision.install()
 attention.install()
+pinned.install()
 
 if __name__ == "__main__":
     # The main module stays this one, so that spawned processes import this one.
