@@ -31,7 +31,6 @@ from realsys.errors import GenerationError
 from realsys.serve import wire
 from realsys.serve.contract import Adam, CallRefused, Sampler, Snapshot, Trainer
 from realsys.serve.journal import (
-    NEVER_CAME,
     Answered,
     Began,
     Called,
@@ -254,7 +253,9 @@ class Service:
                 elif tenant.next in tenant.waiting:
                     await self._carry_out(tenant, tenant.waiting[tenant.next])
                 else:
-                    await self._answer_all(tenant, f"call {tenant.next} of {tenant.id}: {NEVER_CAME}", "user")
+                    await self._answer_all(
+                        tenant, f"call {tenant.next} of {tenant.id}, which comes before, has not arrived"
+                    )
             else:
                 self._work.clear()
                 waits = any(each.gap_since is not None for each in self._turns)
@@ -320,6 +321,8 @@ class Service:
         except asyncio.CancelledError:
             tenant.journal.append(Interrupted())
             raise
+        if call.seq == 0 and any(isinstance(each, Answered) and each.error for each in records):
+            records.append(Unloaded())  # there is no model
         await self._record(tenant, *records)
         if tenant.since_checkpoint >= self.settings.checkpoint_every and call.kind == "optim_step":
             await self._record(tenant, await self._save(tenant, call.seq))
@@ -336,6 +339,8 @@ class Service:
                     tenant.answer(record)
                 case Named():
                     self._name(tenant, record)
+                case Unloaded():
+                    tenant.unloaded = True
                 case Checkpoint():
                     if tenant.checkpoint is not None:
                         self._trash.append(tenant.folder / tenant.checkpoint.folder)
@@ -387,12 +392,16 @@ class Service:
 
     async def _pass(self, tenant: Tenant, call: Called) -> bytes:
         """Compute log-probs and, unless the call is ``forward``, gradients. Returns the encoded reply."""
-        limits, most = self.settings, self._owners[tenant.owner].tokens_per_call
+        limits, owner = self.settings, self._owners.get(tenant.owner, Owner(tenant.owner, ""))
 
         def parse() -> tuple[list[Any], str, dict[str, float]]:
             message = wire.forward_backward_request(call.payload)
             config = wire.loss_config(message)
-            return wire.client_rows(message, limits.vocab, limits.longest, most), message.loss_fn, config
+            return (
+                wire.client_rows(message, limits.vocab, limits.longest, owner.tokens_per_call),
+                message.loss_fn,
+                config,
+            )
 
         rows, loss, config = await asyncio.to_thread(parse)
         passed = await self._trainer.forward_backward(
@@ -452,14 +461,14 @@ class Service:
         log.info("tenant %s: restored, %d calls repeated", tenant.id, len(tenant.repeat))
         tenant.repeat, tenant.loaded = [], True
 
-    async def _answer_all(self, tenant: Tenant, why: str, category: str) -> None:
-        await self._record(
-            tenant, *(Answered(seq, wire.failed(why, category), category) for seq in sorted(tenant.waiting))
-        )
+    async def _answer_all(self, tenant: Tenant, why: str) -> None:
+        """Let all calls fail that wait."""
+        failed = wire.failed(why, "user")
+        await self._record(tenant, *(Answered(seq, failed, "user") for seq in sorted(tenant.waiting)))
 
     async def _drop(self, tenant: Tenant) -> None:
         """Free what a tenant occupies; weights with a name remain."""
-        await self._answer_all(tenant, f"the model {tenant.id} was unloaded: {NEVER_CAME}", "user")
+        await self._answer_all(tenant, f"the model {tenant.id} was unloaded")
         if tenant.loaded:
             await self._trainer.drop(tenant.name)
         if tenant.checkpoint is not None:

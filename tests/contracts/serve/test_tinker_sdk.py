@@ -1,6 +1,7 @@
 """The SDK of Tinker, unmodified, over HTTP against the service, whose ranks and servers are numpy."""
 
 import asyncio
+import gc
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -74,6 +75,13 @@ def tinker():
     loop.call_soon_threadsafe(loop.set_default_executor, ThreadPoolExecutor(1))
     asyncio.run_coroutine_threadsafe(asyncio.to_thread(int), loop).result(30)
     return tinker
+
+
+@pytest.fixture(autouse=True)
+def collected():
+    """The connections are blamed on these tests, not on later ones."""
+    yield
+    gc.collect()
 
 
 def datum(tinker, tokens, **arrays):

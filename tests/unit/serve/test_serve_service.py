@@ -97,6 +97,20 @@ def test_every_call_that_kills_is_done_once(tmp_path, monkeypatch):
         assert audit(folder / "service") == []
 
 
+def test_run_that_is_killed_again_and_again_ends_alike(tmp_path, monkeypatch):
+    """Each life ends after ten calls of the ranks, most of which repeat what the life before it did."""
+    results, bits, _ = expected_of(tmp_path / "whole", monkeypatch)
+    folder = tmp_path / "lives"
+    for lives in itertools.count(1):
+        try:
+            again = asyncio.run(resumed(folder, NumpyTrainer(folder / "snapshots", kill_at=9)))
+            break
+        except Killed:
+            pass
+    assert again == (results, bits) and lives > 2
+    assert audit(folder / "service") == []
+
+
 @pytest.mark.parametrize("when", ["before", "after", "torn"])
 def test_kill_at_every_record_changes_nothing(tmp_path, monkeypatch, when):
     """The process dies before or after each record is written, or in the middle of it."""
@@ -180,7 +194,7 @@ def test_missing_call_fails_those_after_it(tmp_path):
             model = await client.create(await service.create_session(client.owner))
             await client.result(f"{model}:0")
             category, why = await client.result(await client.call(model, 2, stepping(model, 2)))
-            assert category == "user" and f"call 1 of {model}" in why
+            assert category == "user" and f"call 1 of {model}, which comes before" in why
             await client.result(await client.call(model, 1, stepping(model, 1)))
             await client.result(await client.call(model, 3, stepping(model, 3)))
             assert service.tenants[model].steps == 2
