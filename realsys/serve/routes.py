@@ -140,7 +140,7 @@ def _table(service: Service) -> list[tuple[Any, ...]]:
         return {"type": "create_session", "session_id": await service.create_session(owner)}
 
     async def heartbeat(owner: ServiceOwner, request: Request) -> object:
-        service.check_session(owner, (await _body(request, _Ids)).session_id)
+        service.heartbeat(owner, (await _body(request, _Ids)).session_id)
         return {"type": "session_heartbeat"}
 
     async def finish(owner: ServiceOwner, request: Request) -> object:

@@ -52,7 +52,9 @@ _SNAPSHOTS = 8  # unnamed snapshots that a tenant keeps; a client samples from t
 _INFLIGHT = 64  # sampling sessions of the newest weights that a tenant keeps
 _RESULTS = 256  # results that wait to be retrieved, after a checkpoint
 _AGAIN = 16  # newest results that may be asked for again after a checkpoint
-_FETCHED_S = 60.0  # time that a sample may be asked for again
+_FETCHED_S, _KEPT_S = 60.0, 900.0  # times that a sample is kept after it was fetched, and if it never is
+_AHEAD = 100_000  # calls that may be missing before one
+_SILENT_S = 600.0  # without a heartbeat of its session, a model makes room for another one of its owner
 _CHANGING = ("forward_backward", "optim_step", "load_weights")  # calls that a restart repeats
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
 
@@ -217,6 +219,8 @@ class Service:
         self._sampler = sampler
         self._folder = folder
         self._sessions: dict[str, str] = {}  # session -> owner
+        self._began = time.monotonic()
+        self._heard: dict[str, float] = {}  # session -> time of its last heartbeat
         self._samplers: dict[str, str] = {}  # sampling session -> path of weights, model, or "" for the base model
         self._samples: dict[str, tuple[str, asyncio.Task[Answered]]] = {}  # request -> owner, result
         self._sampling: dict[str, Snapshot] = {}  # request -> weights that are being sampled from
@@ -510,6 +514,10 @@ class Service:
         if self._sessions.get(session) != owner.name:
             raise RefusedRequest(404, f"session {session[:100]} not found")
 
+    def heartbeat(self, owner: ServiceOwner, session: str) -> None:
+        self.check_session(owner, session)
+        self._heard[session] = time.monotonic()
+
     async def finish_session(self, owner: ServiceOwner, session: str) -> None:
         """Unload the models of a session."""
         self.check_session(owner, session)
@@ -563,11 +571,15 @@ class Service:
         """Accept the first call of a new tenant."""
         self.check_session(owner, session)
         model_id = f"{session}:train:{number}"
-        if number < 0:
-            raise RefusedRequest(400, "model_seq_id must be at least 0")
+        if not 0 <= number < _AHEAD:
+            raise RefusedRequest(400, f"model_seq_id must be 0 to {_AHEAD - 1}")
         if model_id not in self.tenants:
-            if sum(each.owner == owner.name and not each.unloaded for each in self.tenants.values()) >= owner.models:
-                raise RefusedRequest(403, f"{owner.name} has {owner.models} models, the limit: finish a session first")
+            mine = [each for each in self.tenants.values() if each.owner == owner.name and not each.unloaded]
+            if len(mine) >= owner.models:
+                heard = [self._heard.get(each.id.partition(":")[0], self._began) for each in mine]
+                if time.monotonic() - min(heard) < _SILENT_S:
+                    raise RefusedRequest(403, f"{owner.name} has {len(mine)} models, the limit: finish a session first")
+                await self.unload(owner, mine[heard.index(min(heard))].id)
             self._add(model_id)
         return await self.accept(owner, model_id, 0, kind, msgspec.json.encode(request), first=True)
 
@@ -578,8 +590,8 @@ class Service:
         tenant = self.model(owner, model_id)
         if tenant.unloaded:
             raise RefusedRequest(404, f"model {model_id} was unloaded")
-        if seq < (0 if first else 1):
-            raise RefusedRequest(400, "seq_id must be at least 1")
+        if not (0 if first else 1) <= seq <= tenant.next + _AHEAD:
+            raise RefusedRequest(400, f"seq_id must be 1 to {tenant.next + _AHEAD}")
         if not (seq < tenant.next or seq in tenant.waiting or seq in tenant.skipped):
             if len(tenant.waiting) >= owner.waiting and seq != tenant.next:
                 raise RefusedRequest(429, f"{len(tenant.waiting)} calls of {model_id} wait, the limit", retry_after_s=1)
@@ -708,6 +720,7 @@ class Service:
             return Answered(0, wire.failed(f"{type(error).__name__}: {error}", "server"), "server")
         finally:
             self._sampling.pop(request_id, None)
+            asyncio.get_running_loop().call_later(_KEPT_S, self._samples.pop, request_id, None)
 
     async def _sampled(self, owner: ServiceOwner, request_id: str) -> Answered | None:
         """Return a finished sample. One that a restart lost is 410: the SDK submits it again."""

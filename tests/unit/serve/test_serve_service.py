@@ -86,8 +86,10 @@ async def resumed(folder, trainer=None):
         return results, service.ranks.models["s0-train-0"].bits()
 
 
-def test_every_call_that_kills_is_done_once(tmp_path, monkeypatch):
+@pytest.mark.parametrize("compact_above", [4 << 20, 1500])
+def test_every_call_that_kills_is_done_once(tmp_path, monkeypatch, compact_above):
     """The process dies in each call of the ranks, after it changed their state and before its result is recorded."""
+    monkeypatch.setattr("realsys.serve.journal._COMPACT_ABOVE", compact_above)
     results, bits, calls = expected_of(tmp_path / "whole", monkeypatch)
     for index in range(len(calls)):
         folder = tmp_path / str(index)
@@ -316,7 +318,7 @@ def test_lost_sample_is_410_after_a_restart(tmp_path):
     asyncio.run(scenario())
 
 
-def test_key_sees_only_its_own(tmp_path):
+def test_key_sees_only_its_own(tmp_path, monkeypatch):
     owners = (ServiceOwner("a", "tml-a", models=1), ServiceOwner("b", "tml-b"))
 
     async def scenario():
@@ -339,6 +341,10 @@ def test_key_sees_only_its_own(tmp_path):
                 assert refused.value.status == 404
             with pytest.raises(RefusedRequest, match="1 models"):
                 await mine.create(session, 1)
+            monkeypatch.setattr("realsys.serve.service._SILENT_S", 0.0)  # its client has died
+            model = await mine.create(session, 1)
+            assert service.tenants[f"{session}:train:0"].unloaded
+            assert b"create_model" in await mine.result(f"{model}:0")
             with pytest.raises(RefusedRequest, match="not a key"):
                 service.owner("tml-c")
             await service.finish_session(mine.owner, session)
