@@ -1,7 +1,7 @@
 """The journal of one tenant: calls and results, durable before they are acknowledged or handed out.
 
     Called ──> Began ──> Answered      each call, in the order of seq_id
-                         Checkpoint    after every K-th optimizer step, and after a load
+                         Checkpoint    after every K-th optimizer step, a load, and in a large journal
 
 A restart starts the tenant from its last Checkpoint and repeats the answered calls after it that change its state;
 calls without a result are carried out. After a checkpoint a large journal is compacted to what is still needed.
@@ -18,7 +18,7 @@ import msgspec
 from realsys.cluster.journal import Compactor, Journal, read_journal
 from realsys.serve.contract import Snapshot
 
-_COMPACT_ABOVE = 4 << 20  # bytes; the requests of some calls
+_COMPACT_ABOVE = 64 << 20  # bytes; the requests of some calls
 
 
 class Called(msgspec.Struct, frozen=True, tag="call"):
@@ -131,9 +131,14 @@ class TenantJournal:
                 await asyncio.to_thread(self._journal.sync)
                 self._durable = upto
 
+    @property
+    def is_large(self) -> bool:
+        """True when it is time for a checkpoint, after which ``compact`` drops what came before."""
+        return self._compactor.due
+
     async def compact(self, state: Compacted) -> None:
         """Replace a large file by ``state``, which is that after the last record."""
-        if self._compactor.due:
+        if self.is_large:
             records = self._journal.records
             await self._compactor.compact(lambda: msgspec.structs.replace(state, records=records))
 

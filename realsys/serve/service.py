@@ -112,7 +112,7 @@ class Tenant:
         self.seed = 0
         self.checkpoint: Checkpoint | None = None
         self.repeat: list[Called] = []  # by a restart, until the state is restored
-        self.loaded = self.unloaded = self.dropped = False
+        self.loaded = self.unloaded = self.dropped = self.has_gradients = False
         self.tries = self.restores = 0  # of the call ``next``, without an end
         self.gap_since: float | None = None
         self.last_error = ""
@@ -167,18 +167,22 @@ class Tenant:
         """Take the result of a call, which is durable."""
         self.results[record.seq] = record
         call = self.waiting.pop(record.seq, None)
-        if call is None:
+        if record.seq < self.next:
             return  # the journal was compacted after it
         if record.seq == self.next:
-            self.tries = self.restores = 0
+            self.tries = 0
         self.skipped.add(record.seq)
         while self.next in self.skipped:
             self.skipped.remove(self.next)
             self.next += 1
         if record.error:
             self.last_error = msgspec.json.decode(record.payload)["error"]
-        elif call.kind == "optim_step":
-            self.steps, self.since_checkpoint = self.steps + 1, self.since_checkpoint + 1
+        elif call is not None and call.kind in _CHANGING:
+            self.has_gradients = call.kind == "forward_backward"
+            is_step = call.kind == "optim_step"
+            self.steps, self.since_checkpoint = self.steps + is_step, self.since_checkpoint + is_step
+        if len(self.results) > 2 * _RESULTS:
+            self.forget_results()
         self.changed.set()
         self.changed = asyncio.Event()
 
@@ -328,11 +332,14 @@ class Service:
         if call.seq == 0 and any(isinstance(each, Answered) and each.error for each in records):
             records.append(Unloaded())  # there is no model
         await self._record(tenant, *records)
-        if tenant.since_checkpoint >= self.settings.checkpoint_every and call.kind == "optim_step":
+        due = tenant.since_checkpoint >= self.settings.checkpoint_every or tenant.journal.is_large
+        if due and tenant.loaded and not tenant.has_gradients:
             await self._record(tenant, await self._save(tenant, call.seq))
 
     async def _record(self, tenant: Tenant, *records: Record) -> None:
         """Write records, and then let clients see them."""
+        if not records:
+            return
         tenant.journal.append(*records)
         await tenant.journal.synced()
         for record in records:
@@ -463,7 +470,7 @@ class Service:
             else:
                 await self._load(tenant, msgspec.json.decode(call.payload, type=wire.LoadWeights), first=call.seq == 0)
         log.info("tenant %s: restored, %d calls repeated", tenant.id, len(tenant.repeat))
-        tenant.repeat, tenant.loaded = [], True
+        tenant.repeat, tenant.loaded, tenant.restores = [], True, 0
 
     async def _answer_all(self, tenant: Tenant, why: str) -> None:
         """Let all calls fail that wait."""

@@ -86,7 +86,7 @@ async def resumed(folder, trainer=None):
         return results, service.ranks.models["s0-train-0"].bits()
 
 
-@pytest.mark.parametrize("compact_above", [4 << 20, 1500])
+@pytest.mark.parametrize("compact_above", [1 << 20, 1500])
 def test_every_call_that_kills_is_done_once(tmp_path, monkeypatch, compact_above):
     """The process dies in each call of the ranks, after it changed their state and before its result is recorded."""
     monkeypatch.setattr("realsys.serve.journal._COMPACT_ABOVE", compact_above)
@@ -386,3 +386,44 @@ def test_large_journal_is_compacted_and_continues(tmp_path, monkeypatch):
     again, after = asyncio.run(resumed(tmp_path / "whole"))
     assert (again, after) == (results, bits)
     assert audit(tmp_path / "whole/service") == []
+
+
+def test_state_that_cannot_be_restored_fails_for_good(tmp_path, ids):
+    """The process dies while it restores a tenant: after two restarts, every call of the tenant fails at once."""
+
+    async def life(poison, seq):
+        trainer = NumpyTrainer(tmp_path / "snapshots")
+        trainer.poison = poison
+        async with serving(tmp_path, trainer=trainer) as service:
+            client = Client(service)
+            if not service._sessions:
+                await service.create_session(client.owner)
+            model = await client.create("s0")
+            call = passing(model, seq, [1] * 9) if seq == 1 else stepping(model, seq)
+            return await client.result(await client.call(model, seq, call))
+
+    assert isinstance(asyncio.run(life(set(), 1)), bytes)
+    for _ in range(3):
+        with pytest.raises(Killed):
+            asyncio.run(life({10}, 2))
+    for seq in (2, 3, 4):
+        category, why = asyncio.run(life({10}, seq))
+        assert category == "server" and "cannot be restored" in why
+    assert audit(tmp_path / "service") == []
+
+
+def test_journal_of_forward_passes_stays_bounded(tmp_path, monkeypatch):
+    monkeypatch.setattr("realsys.serve.journal._COMPACT_ABOVE", 20_000)
+
+    async def scenario():
+        async with serving(tmp_path) as service:
+            client = Client(service)
+            model = await client.create(await service.create_session(client.owner))
+            sizes = []
+            for seq in range(1, 121):
+                await client.result(await client.call(model, seq, passing(model, seq, [1, 2, 3], forward_only=True)))
+                sizes.append(service.tenants[model].journal._journal.size)
+            assert max(sizes) < 40_000 and len(service.tenants[model].results) < 100
+
+    asyncio.run(scenario())
+    assert audit(tmp_path / "service") == []
