@@ -184,8 +184,8 @@ agents-test: setup agents-env verifiers-env $(OPENENV_VENV)/.installed  ## train
 trackers-test: setup $(TRACKERS_VENV)/.installed  ## run the tests of the trackers with TensorBoard, W&B, MLflow and trackio, all without network
 	PYTHONPATH="$(CURDIR)" REALSYS_PACKAGES=1 $(TRACKERS_VENV)/bin/python -m pytest $(TRACKERS) -ra --durations=5 $(ARGS)
 
-tinker-test: $(TINKER_VENV)/.installed  ## run the loops of tinker-cookbook, unchanged, against `realsys serve`
-	PYTHONPATH="$(CURDIR)" REALSYS_PACKAGES=1 $(TINKER_VENV)/bin/python -m pytest $(TINKER) -ra --durations=10 $(ARGS)
+tinker-test: $(TINKER_VENV)/.installed  ## run the tests of the training service with the SDK, and the loops of tinker-cookbook, unchanged, against `realsys serve`
+	PYTHONPATH="$(CURDIR)" REALSYS_PACKAGES=1 $(TINKER_VENV)/bin/python -m pytest $(TINKER) tests/unit/serve tests/contracts/serve -ra --durations=10 $(ARGS)
 
 # Side by side: half of the time passes while the network is down.
 multihost-test: setup  ## run jobs over network namespaces whose network fails; needs root, iproute2 and etcd

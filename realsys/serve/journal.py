@@ -1,7 +1,7 @@
 """The journal of one tenant: calls and results, durable before they are acknowledged or handed out.
 
     Called ──> Began ──> Answered      each call, in the order of seq_id
-                         Checkpoint    after every K-th optimizer step, and after a load
+                         Checkpoint    after every K-th optimizer step, a load, and in a large journal
 
 A restart starts the tenant from its last Checkpoint and repeats the answered calls after it that change its state;
 calls without a result are carried out. After a checkpoint a large journal is compacted to what is still needed.
@@ -18,8 +18,7 @@ import msgspec
 from realsys.cluster.journal import Compactor, Journal, read_journal
 from realsys.serve.contract import Snapshot
 
-_COMPACT_ABOVE = 4 << 20  # bytes; the requests of some calls
-NEVER_CAME = "the call before it has not arrived"
+_COMPACT_ABOVE = 64 << 20  # bytes; the requests of some calls
 
 
 class Called(msgspec.Struct, frozen=True, tag="call"):
@@ -132,9 +131,14 @@ class TenantJournal:
                 await asyncio.to_thread(self._journal.sync)
                 self._durable = upto
 
+    @property
+    def is_large(self) -> bool:
+        """True when it is time for a checkpoint, after which ``compact`` drops what came before."""
+        return self._compactor.due
+
     async def compact(self, state: Compacted) -> None:
         """Replace a large file by ``state``, which is that after the last record."""
-        if self._compactor.due:
+        if self.is_large:
             records = self._journal.records
             await self._compactor.compact(lambda: msgspec.structs.replace(state, records=records))
 
@@ -150,7 +154,7 @@ def read(path: Path) -> Iterable[Record | Compacted]:
 def audit(folder: Path) -> list[str]:
     """Check the journals of all tenants in ``folder``. Returns one line per problem.
 
-    order        a call is carried out after all calls before it
+    order        a call is carried out after all calls before it; one that failed changed nothing
     once         a call is accepted once and has one result
     none-lost    a checkpoint comes after the results of all calls that it holds
     """
@@ -190,12 +194,12 @@ def _problems(records: Iterable[Record | Compacted]) -> list[str]:
                 called.add(seq)
             case Began(seq=seq) if seq != done + 1:
                 problems.append(f"order: call {seq} began after call {done}")
-            case Answered(seq=seq, payload=payload):
+            case Answered(seq=seq, error=error):
                 if seq in answered or seq <= done:
                     problems.append(f"once: call {seq} has two results")
                 if seq not in called:
                     problems.append(f"once: call {seq} has a result and was never accepted")
-                if seq != done + 1 and NEVER_CAME.encode() not in payload:
+                if seq != done + 1 and not error:
                     problems.append(f"order: call {seq} was answered after call {done}")
                 carried_out(seq)
             case Checkpoint(seq=seq) if seq > done:

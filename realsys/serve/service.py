@@ -31,7 +31,6 @@ from realsys.errors import GenerationError
 from realsys.serve import wire
 from realsys.serve.contract import Adam, CallRefused, Sampler, Snapshot, Trainer
 from realsys.serve.journal import (
-    NEVER_CAME,
     Answered,
     Began,
     Called,
@@ -53,12 +52,14 @@ _SNAPSHOTS = 8  # unnamed snapshots that a tenant keeps; a client samples from t
 _INFLIGHT = 64  # sampling sessions of the newest weights that a tenant keeps
 _RESULTS = 256  # results that wait to be retrieved, after a checkpoint
 _AGAIN = 16  # newest results that may be asked for again after a checkpoint
-_FETCHED_S = 60.0  # time that a sample may be asked for again
+_FETCHED_S, _KEPT_S = 60.0, 900.0  # times that a sample is kept after it was fetched, and if it never is
+_AHEAD = 100_000  # calls that may be missing before one
+_SILENT_S = 600.0  # without a heartbeat of its session, a model makes room for another one of its owner
 _CHANGING = ("forward_backward", "optim_step", "load_weights")  # calls that a restart repeats
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
 
 
-class Owner(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ServiceOwner(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One user of the service, with limits: models at a time, calls of a model that wait, tokens of a call, samples."""
 
     name: str
@@ -69,7 +70,7 @@ class Owner(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     samples: int = 8192
 
 
-class ServeSettings(msgspec.Struct, frozen=True):
+class ServiceSettings(msgspec.Struct, frozen=True):
     """What is served, and to whom.
 
     longest           tokens of a row, and of a prompt with its completion
@@ -89,7 +90,7 @@ class ServeSettings(msgspec.Struct, frozen=True):
     mlp: bool = True
     checkpoint_every: int = 10
     missing_s: float = 120.0
-    owners: tuple[Owner, ...] = ()
+    owners: tuple[ServiceOwner, ...] = ()
 
 
 class Tenant:
@@ -111,7 +112,7 @@ class Tenant:
         self.seed = 0
         self.checkpoint: Checkpoint | None = None
         self.repeat: list[Called] = []  # by a restart, until the state is restored
-        self.loaded = self.unloaded = self.dropped = False
+        self.loaded = self.unloaded = self.dropped = self.has_gradients = False
         self.tries = self.restores = 0  # of the call ``next``, without an end
         self.gap_since: float | None = None
         self.last_error = ""
@@ -166,18 +167,22 @@ class Tenant:
         """Take the result of a call, which is durable."""
         self.results[record.seq] = record
         call = self.waiting.pop(record.seq, None)
-        if call is None:
+        if record.seq < self.next:
             return  # the journal was compacted after it
         if record.seq == self.next:
-            self.tries = self.restores = 0
+            self.tries = 0
         self.skipped.add(record.seq)
         while self.next in self.skipped:
             self.skipped.remove(self.next)
             self.next += 1
         if record.error:
             self.last_error = msgspec.json.decode(record.payload)["error"]
-        elif call.kind == "optim_step":
-            self.steps, self.since_checkpoint = self.steps + 1, self.since_checkpoint + 1
+        elif call is not None and call.kind in _CHANGING:
+            self.has_gradients = call.kind == "forward_backward"
+            is_step = call.kind == "optim_step"
+            self.steps, self.since_checkpoint = self.steps + is_step, self.since_checkpoint + is_step
+        if len(self.results) > 2 * _RESULTS:
+            self.forget_results()
         self.changed.set()
         self.changed = asyncio.Event()
 
@@ -210,7 +215,7 @@ class Tenant:
 class Service:
     """All sessions and tenants. ``run`` carries out the calls that the other methods accept."""
 
-    def __init__(self, trainer: Trainer, sampler: Sampler, settings: ServeSettings, folder: Path) -> None:
+    def __init__(self, trainer: Trainer, sampler: Sampler, settings: ServiceSettings, folder: Path) -> None:
         wire.messages()  # raises at the start, not at the first call
         self.settings = settings
         self.tenants: dict[str, Tenant] = {}
@@ -218,6 +223,8 @@ class Service:
         self._sampler = sampler
         self._folder = folder
         self._sessions: dict[str, str] = {}  # session -> owner
+        self._began = time.monotonic()
+        self._heard: dict[str, float] = {}  # session -> time of its last heartbeat
         self._samplers: dict[str, str] = {}  # sampling session -> path of weights, model, or "" for the base model
         self._samples: dict[str, tuple[str, asyncio.Task[Answered]]] = {}  # request -> owner, result
         self._sampling: dict[str, Snapshot] = {}  # request -> weights that are being sampled from
@@ -254,7 +261,9 @@ class Service:
                 elif tenant.next in tenant.waiting:
                     await self._carry_out(tenant, tenant.waiting[tenant.next])
                 else:
-                    await self._answer_all(tenant, f"call {tenant.next} of {tenant.id}: {NEVER_CAME}", "user")
+                    await self._answer_all(
+                        tenant, f"call {tenant.next} of {tenant.id}, which comes before, has not arrived"
+                    )
             else:
                 self._work.clear()
                 waits = any(each.gap_since is not None for each in self._turns)
@@ -320,12 +329,17 @@ class Service:
         except asyncio.CancelledError:
             tenant.journal.append(Interrupted())
             raise
+        if call.seq == 0 and any(isinstance(each, Answered) and each.error for each in records):
+            records.append(Unloaded())  # there is no model
         await self._record(tenant, *records)
-        if tenant.since_checkpoint >= self.settings.checkpoint_every and call.kind == "optim_step":
+        due = tenant.since_checkpoint >= self.settings.checkpoint_every or tenant.journal.is_large
+        if due and tenant.loaded and not tenant.has_gradients:
             await self._record(tenant, await self._save(tenant, call.seq))
 
     async def _record(self, tenant: Tenant, *records: Record) -> None:
         """Write records, and then let clients see them."""
+        if not records:
+            return
         tenant.journal.append(*records)
         await tenant.journal.synced()
         for record in records:
@@ -336,6 +350,8 @@ class Service:
                     tenant.answer(record)
                 case Named():
                     self._name(tenant, record)
+                case Unloaded():
+                    tenant.unloaded = True
                 case Checkpoint():
                     if tenant.checkpoint is not None:
                         self._trash.append(tenant.folder / tenant.checkpoint.folder)
@@ -387,12 +403,16 @@ class Service:
 
     async def _pass(self, tenant: Tenant, call: Called) -> bytes:
         """Compute log-probs and, unless the call is ``forward``, gradients. Returns the encoded reply."""
-        limits, most = self.settings, self._owners[tenant.owner].tokens_per_call
+        limits, owner = self.settings, self._owners.get(tenant.owner, ServiceOwner(tenant.owner, ""))
 
         def parse() -> tuple[list[Any], str, dict[str, float]]:
             message = wire.forward_backward_request(call.payload)
             config = wire.loss_config(message)
-            return wire.client_rows(message, limits.vocab, limits.longest, most), message.loss_fn, config
+            return (
+                wire.client_rows(message, limits.vocab, limits.longest, owner.tokens_per_call),
+                message.loss_fn,
+                config,
+            )
 
         rows, loss, config = await asyncio.to_thread(parse)
         passed = await self._trainer.forward_backward(
@@ -450,16 +470,16 @@ class Service:
             else:
                 await self._load(tenant, msgspec.json.decode(call.payload, type=wire.LoadWeights), first=call.seq == 0)
         log.info("tenant %s: restored, %d calls repeated", tenant.id, len(tenant.repeat))
-        tenant.repeat, tenant.loaded = [], True
+        tenant.repeat, tenant.loaded, tenant.restores = [], True, 0
 
-    async def _answer_all(self, tenant: Tenant, why: str, category: str) -> None:
-        await self._record(
-            tenant, *(Answered(seq, wire.failed(why, category), category) for seq in sorted(tenant.waiting))
-        )
+    async def _answer_all(self, tenant: Tenant, why: str) -> None:
+        """Let all calls fail that wait."""
+        failed = wire.failed(why, "user")
+        await self._record(tenant, *(Answered(seq, failed, "user") for seq in sorted(tenant.waiting)))
 
     async def _drop(self, tenant: Tenant) -> None:
         """Free what a tenant occupies; weights with a name remain."""
-        await self._answer_all(tenant, f"the model {tenant.id} was unloaded: {NEVER_CAME}", "user")
+        await self._answer_all(tenant, f"the model {tenant.id} was unloaded")
         if tenant.loaded:
             await self._trainer.drop(tenant.name)
         if tenant.checkpoint is not None:
@@ -478,10 +498,10 @@ class Service:
     # ---- what clients ask for. Each method raises RefusedRequest.
 
     @property
-    def _owners(self) -> dict[str, Owner]:
-        return {owner.name: owner for owner in self.settings.owners or (Owner("anyone", ""),)}
+    def _owners(self) -> dict[str, ServiceOwner]:
+        return {owner.name: owner for owner in self.settings.owners or (ServiceOwner("anyone", ""),)}
 
-    def owner(self, key: str) -> Owner:
+    def owner(self, key: str) -> ServiceOwner:
         """Return the owner of an API key."""
         if not self.settings.owners:
             return self._owners["anyone"]
@@ -490,32 +510,36 @@ class Service:
             raise RefusedRequest(401, "X-API-Key: not a key of this service")
         return same[0]
 
-    async def create_session(self, owner: Owner) -> str:
+    async def create_session(self, owner: ServiceOwner) -> str:
         session = secrets.token_hex(8)
         await self._open(Opened(session, owner.name))
         self._sessions[session] = owner.name
         return session
 
-    def check_session(self, owner: Owner, session: str) -> None:
+    def check_session(self, owner: ServiceOwner, session: str) -> None:
         """Refuse a session that is not the owner's (own)."""
         if self._sessions.get(session) != owner.name:
             raise RefusedRequest(404, f"session {session[:100]} not found")
 
-    async def finish_session(self, owner: Owner, session: str) -> None:
+    def heartbeat(self, owner: ServiceOwner, session: str) -> None:
+        self.check_session(owner, session)
+        self._heard[session] = time.monotonic()
+
+    async def finish_session(self, owner: ServiceOwner, session: str) -> None:
         """Unload the models of a session."""
         self.check_session(owner, session)
         for tenant in list(self.tenants.values()):
             if tenant.id.startswith(f"{session}:"):
                 await self.unload(owner, tenant.id)
 
-    def model(self, owner: Owner, model_id: str) -> Tenant:
+    def model(self, owner: ServiceOwner, model_id: str) -> Tenant:
         """Return a model of the owner (own)."""
         tenant = self.tenants.get(model_id)
         if tenant is None or tenant.owner != owner.name:
             raise RefusedRequest(404, f"model {model_id[:200]} not found")
         return tenant
 
-    async def create_model(self, owner: Owner, request: wire.CreateModel) -> dict[str, object]:
+    async def create_model(self, owner: ServiceOwner, request: wire.CreateModel) -> dict[str, object]:
         served, lora = self.settings, request.lora_config or wire.Lora(self.settings.lora_rank)
         rules = (
             (request.base_model == served.base_model, f"base_model must be {served.base_model}"),
@@ -533,7 +557,7 @@ class Service:
         request.lora_config = lora
         return await self._create(owner, request.session_id, request.model_seq_id, "create_model", request)
 
-    async def load_weights(self, owner: Owner, request: wire.LoadWeights) -> dict[str, object]:
+    async def load_weights(self, owner: ServiceOwner, request: wire.LoadWeights) -> dict[str, object]:
         """Accept a load into a model, or into a new one of a session."""
         if request.model_id:
             return await self.accept(
@@ -549,28 +573,32 @@ class Service:
         return await self._create(owner, request.session_id, request.model_seq_id, "load_weights", request)
 
     async def _create(
-        self, owner: Owner, session: str, number: int, kind: str, request: msgspec.Struct
+        self, owner: ServiceOwner, session: str, number: int, kind: str, request: msgspec.Struct
     ) -> dict[str, object]:
         """Accept the first call of a new tenant."""
         self.check_session(owner, session)
         model_id = f"{session}:train:{number}"
-        if number < 0:
-            raise RefusedRequest(400, "model_seq_id must be at least 0")
+        if not 0 <= number < _AHEAD:
+            raise RefusedRequest(400, f"model_seq_id must be 0 to {_AHEAD - 1}")
         if model_id not in self.tenants:
-            if sum(each.owner == owner.name and not each.unloaded for each in self.tenants.values()) >= owner.models:
-                raise RefusedRequest(403, f"{owner.name} has {owner.models} models, the limit: finish a session first")
+            mine = [each for each in self.tenants.values() if each.owner == owner.name and not each.unloaded]
+            if len(mine) >= owner.models:
+                heard = [self._heard.get(each.id.partition(":")[0], self._began) for each in mine]
+                if time.monotonic() - min(heard) < _SILENT_S:
+                    raise RefusedRequest(403, f"{owner.name} has {len(mine)} models, the limit: finish a session first")
+                await self.unload(owner, mine[heard.index(min(heard))].id)
             self._add(model_id)
         return await self.accept(owner, model_id, 0, kind, msgspec.json.encode(request), first=True)
 
     async def accept(
-        self, owner: Owner, model_id: str, seq: int, kind: str, payload: bytes, *, first: bool = False
+        self, owner: ServiceOwner, model_id: str, seq: int, kind: str, payload: bytes, *, first: bool = False
     ) -> dict[str, object]:
         """Make a call durable, and return its future. A call that was accepted before has the same one (once)."""
         tenant = self.model(owner, model_id)
         if tenant.unloaded:
             raise RefusedRequest(404, f"model {model_id} was unloaded")
-        if seq < (0 if first else 1):
-            raise RefusedRequest(400, "seq_id must be at least 1")
+        if not (0 if first else 1) <= seq <= tenant.next + _AHEAD:
+            raise RefusedRequest(400, f"seq_id must be 1 to {tenant.next + _AHEAD}")
         if not (seq < tenant.next or seq in tenant.waiting or seq in tenant.skipped):
             if len(tenant.waiting) >= owner.waiting and seq != tenant.next:
                 raise RefusedRequest(429, f"{len(tenant.waiting)} calls of {model_id} wait, the limit", retry_after_s=1)
@@ -583,7 +611,7 @@ class Service:
         self._work.set()
         return {"request_id": f"{model_id}:{seq}", "model_id": model_id}
 
-    async def retrieve(self, owner: Owner, request_id: str) -> Answered | None:
+    async def retrieve(self, owner: ServiceOwner, request_id: str) -> Answered | None:
         """Return the result of a future; None if it takes longer than HELD_S."""
         target, _, number = request_id.rpartition(":")
         if ":train:" not in target or not number.isdigit():
@@ -599,7 +627,7 @@ class Service:
         tenant.retrieved.add(seq)
         return tenant.results[seq]
 
-    async def unload(self, owner: Owner, model_id: str) -> None:
+    async def unload(self, owner: ServiceOwner, model_id: str) -> None:
         tenant = self.model(owner, model_id)
         if not tenant.unloaded:
             tenant.unloaded = True
@@ -607,7 +635,7 @@ class Service:
             await self._synced(tenant.journal)
             self._work.set()
 
-    async def delete(self, owner: Owner, model_id: str, name: str) -> None:
+    async def delete(self, owner: ServiceOwner, model_id: str, name: str) -> None:
         """Delete weights: ``weights/NAME`` or ``sampler_weights/NAME``."""
         tenant, path = self.model(owner, model_id), f"tinker://{model_id}/{name}"
         if path not in tenant.names:
@@ -625,7 +653,7 @@ class Service:
 
     # ---- sampling
 
-    async def create_sampler(self, owner: Owner, request: wire.CreateSampler) -> str:
+    async def create_sampler(self, owner: ServiceOwner, request: wire.CreateSampler) -> str:
         """Open a sampling session of the base model, or of weights with a name."""
         self.check_session(owner, request.session_id)
         if request.model_path is None and request.base_model != self.settings.base_model:
@@ -638,19 +666,19 @@ class Service:
             await self._open(Opened(sampler, owner.name, path))
         return sampler
 
-    def join(self, owner: Owner, sampler: str) -> int:
+    def join(self, owner: ServiceOwner, sampler: str) -> int:
         """Return a number for a copy of the client of a sampling session; drawn, so that it is new after a restart."""
         self.sampler(owner, sampler)
         return 1 + secrets.randbelow(999_999_999)
 
-    def sampler(self, owner: Owner, sampler: str) -> str:
+    def sampler(self, owner: ServiceOwner, sampler: str) -> str:
         """Return the weights of a sampling session: a path, a model, or "" for the base model."""
         self.check_session(owner, sampler.partition(":")[0])
         if sampler not in self._samplers:
             raise RefusedRequest(404, f"sampling session {sampler[:200]} not found")
         return self._samplers[sampler]
 
-    def _weights(self, owner: Owner, target: str, sampler: str) -> Snapshot | None:
+    def _weights(self, owner: ServiceOwner, target: str, sampler: str) -> Snapshot | None:
         """Return the snapshot that a sampling session of ``target`` samples from; None: the base model."""
         if not target:
             return None
@@ -665,7 +693,7 @@ class Service:
             )
         return tenant.inflight if named.inflight else named.snapshot
 
-    def sample(self, owner: Owner, request: wire.Sample) -> dict[str, object]:
+    def sample(self, owner: ServiceOwner, request: wire.Sample) -> dict[str, object]:
         """Begin to sample, and return the future."""
         if request.sampling_session_id is None or request.seq_id is None:
             raise RefusedRequest(400, "sampling_session_id and seq_id are needed")
@@ -699,8 +727,9 @@ class Service:
             return Answered(0, wire.failed(f"{type(error).__name__}: {error}", "server"), "server")
         finally:
             self._sampling.pop(request_id, None)
+            asyncio.get_running_loop().call_later(_KEPT_S, self._samples.pop, request_id, None)
 
-    async def _sampled(self, owner: Owner, request_id: str) -> Answered | None:
+    async def _sampled(self, owner: ServiceOwner, request_id: str) -> Answered | None:
         """Return a finished sample. One that a restart lost is 410: the SDK submits it again."""
         self.check_session(owner, request_id.partition(":")[0])
         if request_id not in self._samples:
@@ -712,7 +741,7 @@ class Service:
         asyncio.get_running_loop().call_later(_FETCHED_S, self._samples.pop, request_id, None)
         return task.result()
 
-    def cancel(self, owner: Owner, request_id: str) -> None:
+    def cancel(self, owner: ServiceOwner, request_id: str) -> None:
         """Stop a sample. Calls of training are not cancelled: those after them count on them."""
         self.check_session(owner, request_id.partition(":")[0])
         if ":train:" not in request_id and (found := self._samples.pop(request_id, None)):

@@ -85,7 +85,7 @@ def read_owners(path: Path) -> dict[str, Owner]:
         names = Counter(key.value for key, _ in node.value)
         if twice := [name for name, count in names.items() if count > 1]:
             raise ValueError(f"{twice[0]} is there twice")
-        owners = msgspec.convert(tree, Annotated[dict[_Name, Owner], msgspec.Meta(min_length=1)])
+        owners: dict[str, Owner] = msgspec.convert(tree, Annotated[dict[_Name, Owner], msgspec.Meta(min_length=1)])
         _check_keys(owners)
     except (OSError, ValueError, yaml.YAMLError, *MALFORMED) as error:
         raise ConfigError("--keys", str(path), f"cannot be used: {' '.join(str(error).split())}") from None

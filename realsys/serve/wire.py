@@ -24,6 +24,7 @@ from realsys.serve.contract import LOSSES, CallRefused, ClientRow, Passed, Sampl
 from realsys.types import is_temperature
 
 _NO_LOGPROB = -99999.0  # pads the log-probs of top tokens
+_CHUNK = 5_000_000  # bytes of the rows in one call of the SDK; smaller ones make shorter turns
 _INSTALL = "needs the package tinker: run pip install 'realsys[tinker]'"
 
 
@@ -404,7 +405,7 @@ def client_config(tokens_per_call: int) -> Mapping[str, object]:
         "pjwt_auth_enabled": False,
         "parallel_fwdbwd_chunks": True,
         "proto_compress_fwdbwd": False,
-        "fwdbwd_max_chunk_bytes_count": 12 * tokens_per_call,
+        "fwdbwd_max_chunk_bytes_count": min(_CHUNK, 12 * tokens_per_call),
         "sample_use_retrieve_futures": False,
         "sample_join_sampling_session": True,
         "custom_loss_server_side": False,

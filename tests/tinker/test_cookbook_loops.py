@@ -3,8 +3,8 @@
 import pytest
 
 from tests.support.jobs.jobs import realsys
-from tests.tinker.conftest import Service
 from tests.support.tinker.loops import ASYNC_RL, RL, SL
+from tests.tinker.conftest import Service
 
 pytestmark = [pytest.mark.system, pytest.mark.needs(package="tinker_cookbook")]
 

@@ -45,9 +45,7 @@ from realsys.model_calls import ReadRequest
 from realsys.model_files.config_json import read_model
 from realsys.serve.contract import Adam, CallRefused, ClientRow, Passed, Sampled, Sampling, Snapshot
 from realsys.serve.routes import serve as serve_http
-from realsys.serve.service import Owner as ServiceOwner
-from realsys.serve.service import ServeSettings as ServiceSettings
-from realsys.serve.service import Service
+from realsys.serve.service import Service, ServiceOwner, ServiceSettings
 from realsys.serve.settings import read_settings
 from realsys.train.checkpoint import checkpoint_files as files
 from realsys.train.checkpoint.checkpoint_files import CHECKPOINT, CheckpointState

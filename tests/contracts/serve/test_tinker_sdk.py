@@ -1,6 +1,7 @@
 """The SDK of Tinker, unmodified, over HTTP against the service, whose ranks and servers are numpy."""
 
 import asyncio
+import gc
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -11,7 +12,7 @@ import pytest
 from realsys.errors import ConfigError
 from realsys.serve.journal import audit
 from realsys.serve.routes import serve
-from realsys.serve.service import Owner, Service
+from realsys.serve.service import Service, ServiceOwner
 from tests.support.needs import need_package
 from tests.support.serve.numpy_ranks import NumpySampler, NumpyTrainer, log_softmax
 from tests.support.serve.tinker_calls import SETTINGS
@@ -21,7 +22,7 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore::pytest.PytestUnraisableExceptionWarning", "ignore::ResourceWarning", "ignore::RuntimeWarning"
 )
 
-OWNERS = (Owner("a", "tml-a", tokens_per_call=24), Owner("b", "tml-b"))
+OWNERS = (ServiceOwner("a", "tml-a", tokens_per_call=24), ServiceOwner("b", "tml-b"))
 
 
 class Server:
@@ -74,6 +75,13 @@ def tinker():
     loop.call_soon_threadsafe(loop.set_default_executor, ThreadPoolExecutor(1))
     asyncio.run_coroutine_threadsafe(asyncio.to_thread(int), loop).result(30)
     return tinker
+
+
+@pytest.fixture(autouse=True)
+def collected():
+    """The connections are blamed on these tests, not on later ones."""
+    yield
+    gc.collect()
 
 
 def datum(tinker, tokens, **arrays):

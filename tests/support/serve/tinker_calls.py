@@ -8,10 +8,10 @@ import msgspec
 import numpy as np
 
 from realsys.serve import wire
-from realsys.serve.service import Owner, ServeSettings, Service
+from realsys.serve.service import Service, ServiceOwner, ServiceSettings
 from tests.support.serve.numpy_ranks import VOCAB, Killed, NumpySampler, NumpyTrainer
 
-SETTINGS = ServeSettings(base_model="tiny", lora_rank=4, vocab=VOCAB, longest=16, checkpoint_every=2)
+SETTINGS = ServiceSettings(base_model="tiny", lora_rank=4, vocab=VOCAB, longest=16, checkpoint_every=2)
 
 
 def datum(message, inputs, targets=None, **arrays):
@@ -50,7 +50,7 @@ def json_call(kind, model, seq, /, **fields):
 class Client:
     """One owner's view of a service."""
 
-    def __init__(self, service: Service, owner: Owner | None = None) -> None:
+    def __init__(self, service: Service, owner: ServiceOwner | None = None) -> None:
         self.service = service
         self.owner = owner or service.owner("")
 
@@ -76,7 +76,7 @@ class Client:
 
 
 @contextlib.asynccontextmanager
-async def serving(folder: Path, settings: ServeSettings = SETTINGS, trainer: NumpyTrainer | None = None):
+async def serving(folder: Path, settings: ServiceSettings = SETTINGS, trainer: NumpyTrainer | None = None):
     """Run a service. The block ends with Killed if the process would have died. Its trainer is ``service.ranks``."""
     service = Service(trainer or NumpyTrainer(folder / "snapshots"), NumpySampler(), settings, folder / "service")
     service.ranks = service._trainer

@@ -11,7 +11,7 @@ import pytest
 from realsys.cluster.http_server import RefusedRequest
 from realsys.serve import wire
 from realsys.serve.journal import TenantJournal, audit
-from realsys.serve.service import Owner
+from realsys.serve.service import ServiceOwner
 from tests.support.needs import need_package
 from tests.support.serve.numpy_ranks import Killed, NumpyTrainer
 from tests.support.serve.tinker_calls import SETTINGS, Client, json_call, passing, serving, stepping
@@ -86,8 +86,10 @@ async def resumed(folder, trainer=None):
         return results, service.ranks.models["s0-train-0"].bits()
 
 
-def test_every_call_that_kills_is_done_once(tmp_path, monkeypatch):
+@pytest.mark.parametrize("compact_above", [1 << 20, 1500])
+def test_every_call_that_kills_is_done_once(tmp_path, monkeypatch, compact_above):
     """The process dies in each call of the ranks, after it changed their state and before its result is recorded."""
+    monkeypatch.setattr("realsys.serve.journal._COMPACT_ABOVE", compact_above)
     results, bits, calls = expected_of(tmp_path / "whole", monkeypatch)
     for index in range(len(calls)):
         folder = tmp_path / str(index)
@@ -95,6 +97,20 @@ def test_every_call_that_kills_is_done_once(tmp_path, monkeypatch):
             asyncio.run(resumed(folder, NumpyTrainer(folder / "snapshots", kill_at=index)))
         assert asyncio.run(resumed(folder)) == (results, bits), calls[index]
         assert audit(folder / "service") == []
+
+
+def test_run_that_is_killed_again_and_again_ends_alike(tmp_path, monkeypatch):
+    """Each life ends after ten calls of the ranks, most of which repeat what the life before it did."""
+    results, bits, _ = expected_of(tmp_path / "whole", monkeypatch)
+    folder = tmp_path / "lives"
+    deaths, again = 0, None
+    while again is None:
+        try:
+            again = asyncio.run(resumed(folder, NumpyTrainer(folder / "snapshots", kill_at=9)))
+        except Killed:
+            deaths += 1
+    assert again == (results, bits) and deaths >= 2
+    assert audit(folder / "service") == []
 
 
 @pytest.mark.parametrize("when", ["before", "after", "torn"])
@@ -180,7 +196,7 @@ def test_missing_call_fails_those_after_it(tmp_path):
             model = await client.create(await service.create_session(client.owner))
             await client.result(f"{model}:0")
             category, why = await client.result(await client.call(model, 2, stepping(model, 2)))
-            assert category == "user" and f"call 1 of {model}" in why
+            assert category == "user" and f"call 1 of {model}, which comes before" in why
             await client.result(await client.call(model, 1, stepping(model, 1)))
             await client.result(await client.call(model, 3, stepping(model, 3)))
             assert service.tenants[model].steps == 2
@@ -302,8 +318,8 @@ def test_lost_sample_is_410_after_a_restart(tmp_path):
     asyncio.run(scenario())
 
 
-def test_key_sees_only_its_own(tmp_path):
-    owners = (Owner("a", "tml-a", models=1), Owner("b", "tml-b"))
+def test_key_sees_only_its_own(tmp_path, monkeypatch):
+    owners = (ServiceOwner("a", "tml-a", models=1), ServiceOwner("b", "tml-b"))
 
     async def scenario():
         async with serving(tmp_path, msgspec.structs.replace(SETTINGS, owners=owners)) as service:
@@ -325,6 +341,10 @@ def test_key_sees_only_its_own(tmp_path):
                 assert refused.value.status == 404
             with pytest.raises(RefusedRequest, match="1 models"):
                 await mine.create(session, 1)
+            monkeypatch.setattr("realsys.serve.service._SILENT_S", 0.0)  # its client has died
+            model = await mine.create(session, 1)
+            assert service.tenants[f"{session}:train:0"].unloaded
+            assert b"create_model" in await mine.result(f"{model}:0")
             with pytest.raises(RefusedRequest, match="not a key"):
                 service.owner("tml-c")
             await service.finish_session(mine.owner, session)
@@ -338,7 +358,7 @@ def test_key_sees_only_its_own(tmp_path):
 
 
 def test_too_many_waiting_calls_are_429(tmp_path):
-    settings = msgspec.structs.replace(SETTINGS, owners=(Owner("a", "k", waiting=2, tokens_per_call=5),))
+    settings = msgspec.structs.replace(SETTINGS, owners=(ServiceOwner("a", "k", waiting=2, tokens_per_call=5),))
 
     async def scenario():
         async with serving(tmp_path, settings) as service:
@@ -366,3 +386,44 @@ def test_large_journal_is_compacted_and_continues(tmp_path, monkeypatch):
     again, after = asyncio.run(resumed(tmp_path / "whole"))
     assert (again, after) == (results, bits)
     assert audit(tmp_path / "whole/service") == []
+
+
+def test_state_that_cannot_be_restored_fails_for_good(tmp_path, ids):
+    """The process dies while it restores a tenant: after two restarts, every call of the tenant fails at once."""
+
+    async def life(poison, seq):
+        trainer = NumpyTrainer(tmp_path / "snapshots")
+        trainer.poison = poison
+        async with serving(tmp_path, trainer=trainer) as service:
+            client = Client(service)
+            if not service._sessions:
+                await service.create_session(client.owner)
+            model = await client.create("s0")
+            call = passing(model, seq, [1] * 9) if seq == 1 else stepping(model, seq)
+            return await client.result(await client.call(model, seq, call))
+
+    assert isinstance(asyncio.run(life(set(), 1)), bytes)
+    for _ in range(3):
+        with pytest.raises(Killed):
+            asyncio.run(life({10}, 2))
+    for seq in (2, 3, 4):
+        category, why = asyncio.run(life({10}, seq))
+        assert category == "server" and "cannot be restored" in why
+    assert audit(tmp_path / "service") == []
+
+
+def test_journal_of_forward_passes_stays_bounded(tmp_path, monkeypatch):
+    monkeypatch.setattr("realsys.serve.journal._COMPACT_ABOVE", 20_000)
+
+    async def scenario():
+        async with serving(tmp_path) as service:
+            client = Client(service)
+            model = await client.create(await service.create_session(client.owner))
+            sizes = []
+            for seq in range(1, 121):
+                await client.result(await client.call(model, seq, passing(model, seq, [1, 2, 3], forward_only=True)))
+                sizes.append(service.tenants[model].journal._journal.size)
+            assert max(sizes) < 40_000 and len(service.tenants[model].results) < 100
+
+    asyncio.run(scenario())
+    assert audit(tmp_path / "service") == []
