@@ -46,7 +46,16 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
         keys = folder / "keys.yaml"
         keys.write_text(f"me: {{key: {new_key()}, models: 64}}", "utf-8")  # a loop does not unload its model
         words = [f"model.path={model}", f"fileroot={folder / 'runs'}", "train.lora.rank=8", "train.lora.alpha=16.0"]
-        words += ["--trial", root.name, "--model-name", NAME, "--keys", str(keys), "--plain", "telemetry.curves_every_s=0"]
+        words += [
+            "--trial",
+            root.name,
+            "--model-name",
+            NAME,
+            "--keys",
+            str(keys),
+            "--plain",
+            "telemetry.curves_every_s=0",
+        ]
         with running(root, [*COMMAND, "serve", *words]) as live:
             shared_servers.add(live.process.pid)
             live.until(lambda: "clients: base_url=" in live.job.stdout, "the service answers")
