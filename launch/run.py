@@ -88,6 +88,7 @@ from realsys.observe.screen.terminal import Terminal, print_trimmed, reported, t
 from realsys.observe.screen.text_figures import size_text
 from realsys.observe.step_log import EventKind, EventLog, StepTail
 from realsys.observe.trackers.link import Trackers, check_trackers
+from realsys.serve import wire
 from realsys.serve.settings import ServeSettings, read_settings
 from realsys.train.master.session import planned_steps
 from realsys.train.master.stopping import STOP_PROGRESS_S
@@ -226,11 +227,15 @@ def run_planned(planned: Planned, *, dry_run: bool, plain: bool, again: str = ""
 
 
 def served(planned: Planned) -> ServeSettings | None:
-    """Return the settings of a service, whose port is free; None if the run is none. Raises ConfigError."""
+    """Return the settings of a service that can start: its port is free, and the package tinker is installed.
+
+    None if the run is none. Raises ConfigError.
+    """
     config = planned.config
     if not config.is_service:
         return None
     serve = planned.serve or read_settings(planned.paths.serve)
+    wire.messages()
     if not config.cluster.nodes and (problem := bind_problem(config.cluster.host, serve.port)):
         remedy = "choose another one, or 0 for any: realsys serve --port"
         raise ConfigError("port", serve.port, f"cannot be bound on {config.cluster.host}: {problem}: {remedy}")

@@ -1,4 +1,4 @@
-"""Check from the files of a trial that no ticket was lost or used twice, also while it runs.
+"""Check from the files of a trial that no ticket was lost or used twice, also while it runs. Likewise calls of clients.
 
 step log, then ledger ──> Auditor ──> counts, checks, exit code. Reads only.
 """
@@ -18,11 +18,12 @@ from rich.text import Text
 from realsys.config.paths import TrialPaths
 from realsys.errors import ConfigError, LedgerError
 from realsys.launch.commands.options import add_json, add_trial, find_trial
-from realsys.manager.audit import Auditor, AuditReport
+from realsys.manager.audit import Auditor, AuditReport, Check
 from realsys.manager.ledger.journal import read_journal
 from realsys.manager.ledger.tickets import tickets_in
 from realsys.observe.screen.terminal import print_trimmed
 from realsys.observe.step_log import RECOVERED, surviving_steps
+from realsys.serve.journal import audit as audit_clients
 
 _SHOWN = 5  # problems per check; --json has all of them
 
@@ -74,7 +75,20 @@ def audit_trial(paths: TrialPaths) -> AuditReport:
         # a compacted ledger has only the last recovery
         found = (record.get("step") for record in surviving_steps(paths.steps) if record["kind"] == RECOVERED)
         auditor.compare_steps({**later, **logged}, {step for step in found if isinstance(step, int)})
-    return auditor.report(torn_bytes=max(0, size - end), skipped=skipped)
+    report = auditor.report(torn_bytes=max(0, size - end), skipped=skipped)
+    if paths.clients.is_dir():
+        report.checks.append(check_clients(paths))
+        report.ok &= report.checks[-1].ok
+    return report
+
+
+def check_clients(paths: TrialPaths) -> Check:
+    """Check the journals of the models of a service's clients."""
+    try:
+        problems = audit_clients(paths.clients)
+    except LedgerError as error:
+        problems = [str(error)]
+    return Check("clients", "each call of a client was carried out once, in its order, and none is lost", problems)
 
 
 def logged_tickets(steps: Path) -> Mapping[int, list[str]] | None:

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from realsys.serve.settings import read_settings
+from realsys.serve.settings import new_key, read_settings
 from tests.conftest import shared_servers
-from tests.support.jobs.jobs import LiveJob, running
+from tests.support.jobs.jobs import LiveJob, realsys, running
 from tests.support.processes.forked import COMMAND
 from tests.support.tinker.loops import HUB, Ended, Runner
 
@@ -41,15 +41,22 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
         for name, value in offline.items():
             patch.setenv(name, value)
         runner = Runner()
+        realsys("--version")  # imports what its commands need, beside the loops
         runner.run(HUB, folder / "hub", home=home, model=model).completed()
-        words = [
-            f"model.path={model}",
-            f"fileroot={folder / 'runs'}",
-            "train.lora.rank=8",
-            "train.lora.alpha=16.0",
-            "allocation=serve.d1+d2",
+        keys = folder / "keys.yaml"
+        keys.write_text(f"me: {{key: {new_key()}, models: 64}}", "utf-8")  # a loop does not unload its model
+        words = [f"model.path={model}", f"fileroot={folder / 'runs'}", "allocation=serve.d1+d2"]
+        words += ["train.lora.rank=8", "train.lora.alpha=16.0"]
+        words += [
+            "--trial",
+            root.name,
+            "--model-name",
+            NAME,
+            "--keys",
+            str(keys),
+            "--plain",
+            "telemetry.curves_every_s=0",
         ]
-        words += ["--trial", root.name, "--model-name", NAME, "--plain", "telemetry.curves_every_s=0"]
         with running(root, [*COMMAND, "serve", *words]) as live:
             shared_servers.add(live.process.pid)
             live.until(lambda: "clients: base_url=" in live.job.stdout, "the service answers")

@@ -24,7 +24,8 @@ def test_rl_loop_trains_with_each_loss(service: Service, loss: str):
 
 def test_default_loss_is_refused_by_its_name(service: Service):
     ended = service.loop(RL, "default", **SHORT, group_size=4, max_tokens=12)
-    assert ended.exitcode != 0 and "stable_reinforce" in ended.output.rpartition("Traceback")[2]
+    error = ended.output.rpartition("Traceback")[2]
+    assert ended.exitcode != 0 and "stable_reinforce" in error
 
 
 def test_rl_loop_continues_from_its_state(service: Service):
@@ -56,7 +57,6 @@ def test_async_trainer_trains_off_policy(service: Service):
         eval_every=2,
         save_every=2,
         learning_rate=1e-3,
-        behavior_if_log_dir_exists="delete",
     ).completed()
     assert len(ended.rows("metrics.jsonl")) >= 3
 

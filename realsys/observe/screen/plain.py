@@ -39,7 +39,7 @@ class PlainView:
                 self._print(line)
 
     def _print(self, line: str) -> None:
-        self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+        self._console.print(line, highlight=False, markup=False, emoji=False, soft_wrap=True)
 
 
 def _line(record: Record) -> str:

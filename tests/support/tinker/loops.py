@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +39,11 @@ class Runner:
     def __init__(self) -> None:
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload([HUB, RL, SL, ASYNC_RL])
+        forkserver.ensure_running()  # it imports while the caller goes on
 
     def run(self, module: str, folder: Path, **settings: Any) -> Ended:
         """Run the loop of ``module``, or write the hub, and wait for the end."""
-        folder.mkdir(parents=True, exist_ok=True)
-        output = folder / "output.txt"
+        output = folder.with_name(f"{folder.name}.txt")
         process = self._context.Process(
             daemon=True, target=_run, args=(module, settings, output, os.environ.get("TINKER_API_KEY", ""))
         )

@@ -34,6 +34,7 @@ def main(config: Config) -> None:
     client = tinker.ServiceClient(base_url=config.base_url)
     training = client.create_lora_training_client(config.model_name, rank=config.lora_rank, seed=11).result()
     rng, folder = random.Random(3), Path(config.log_path)
+    folder.mkdir(exist_ok=True)
     for number in range(config.steps):
         data = [_datum(rng) for _ in range(6)]
         with (folder / "calls").open("ab") as file:
