@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from realsys.algorithm.client_losses import problem_of
 from realsys.cluster.http_server import RefusedRequest
 from realsys.errors import ConfigError
 from realsys.serve.contract import LOSSES, CallRefused, ClientRow, Passed, Sampled, Sampling
@@ -248,6 +249,8 @@ def loss_config(message: Any) -> dict[str, float]:
     for name, number in config.items():
         if not math.isfinite(number):
             raise CallRefused(f"loss_fn_config.{name} must be finite")
+    if problem := problem_of(message.loss_fn, config):
+        raise CallRefused(f"loss_fn_config: {problem}")
     return config
 
 

@@ -160,6 +160,12 @@ def test_sdk_shows_what_is_wrong(tinker, tmp_path):
             with pytest.raises(tinker.RequestFailedError, match=why) as failed:
                 training.forward_backward([row], loss).result(60)
             assert failed.value.category == "user"
+        for loss, settings, why in (
+            ("dro", {"clip_low_threshold": 0.5}, "dro has no setting"),
+            ("ppo", {"beta": 1}, "it has clip"),
+        ):
+            with pytest.raises(tinker.RequestFailedError, match=why):
+                training.forward_backward([datum(tinker, [1, 2, 3])], loss, settings).result(60)
         assert good.result(60).metrics
         training.optim_step(tinker.types.AdamParams()).result(60)
         sampler = client.create_sampling_client(base_model="tiny").result(60)
