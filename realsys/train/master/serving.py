@@ -121,17 +121,13 @@ class RankTrainer:
         results = await self._executor.run({ACTOR: plan}, ownership, step=1, version=0, args=args)
         [key] = call.outputs
         places: dict[int, list[str]] = {}
-        names = {sample.ticket_id: sample.sample_id for [sample] in groups}
         for name in computed:
-            places.setdefault(min(ownership.owners[key][names[name]]), []).append(name)
-        reads = [
-            self._workers.read(worker, ReadRequest([names[name] for name in own], [key]))
-            for worker, own in places.items()
-        ]
+            places.setdefault(min(ownership.owners[key][name]), []).append(name)
+        reads = [self._workers.read(worker, ReadRequest(own, [key])) for worker, own in places.items()]
         for own, reply in zip(places.values(), await asyncio.gather(*reads), strict=True):
             for name, [values] in zip(own, reply.arrays, strict=True):
                 logprobs[int(name)] = np.array(values, np.float32)
-        await self._workers.clear(ownership.discard_samples(list(names.values())))
+        await self._workers.clear(ownership.discard_samples(list(computed)))
         stats = results[call.name].stats
         return Passed(logprobs, {f"{name.removesuffix('_sum')}:sum": stats[name] for name in stats if "_sum" in name})
 
@@ -198,7 +194,10 @@ class RankTrainer:
             self._current = tenant
 
     async def _loaded(self, rows: Mapping[str, ClientRow]) -> list[list[Any]]:
-        """Put rows on the DP heads, an equal share on each; return each with its metadata, in order."""
+        """Put rows on the DP heads, an equal share on each; return their metadata, a group of each head.
+
+        The rows of a group share what they begin with, such as the prompt of several completions.
+        """
         heads = self._mesh.dp_heads()
         loads = []
         for number, head in enumerate(heads):
@@ -207,8 +206,7 @@ class RankTrainer:
                 columns = ("tokens", "loss_mask", "logprobs", "advantages")
                 arrays = [{name: getattr(row, key).tobytes() for name, row in own.items()} for key in columns]
                 loads.append(self._workers.add_rows(head, ClientRows(*arrays)))
-        replies = await asyncio.gather(*loads)
-        return [[sample] for sample in sorted((s for r in replies for s in r.samples), key=lambda s: s.ticket_id)]
+        return [reply.samples for reply in await asyncio.gather(*loads)]
 
     def _plan(self, groups: list[list[Any]]) -> Any:
         capacity = self._config.train.microbatch_tokens
