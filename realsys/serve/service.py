@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
+import math
 import re
 import secrets
 import shutil
@@ -54,7 +55,8 @@ _RESULTS = 256  # results that wait to be retrieved, after a checkpoint
 _AGAIN = 16  # newest results that may be asked for again after a checkpoint
 _FETCHED_S, _KEPT_S = 60.0, 900.0  # times that a sample is kept after it was fetched, and if it never is
 _AHEAD = 100_000  # calls that may be missing before one
-_SILENT_S = 600.0  # without a heartbeat of its session, a model makes room for another one of its owner
+_SILENT_S = 60.0  # without a heartbeat of its session, a model makes room for another one of its owner
+_HEARTBEAT_S = 12.0  # the SDK sends one every 10 s
 _CHANGING = ("forward_backward", "optim_step", "load_weights")  # calls that a restart repeats
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
 
@@ -584,8 +586,11 @@ class Service:
             mine = [each for each in self.tenants.values() if each.owner == owner.name and not each.unloaded]
             if len(mine) >= owner.models:
                 heard = [self._heard.get(each.id.partition(":")[0], self._began) for each in mine]
-                if time.monotonic() - min(heard) < _SILENT_S:
-                    raise RefusedRequest(403, f"{owner.name} has {len(mine)} models, the limit: finish a session first")
+                silent = time.monotonic() - min(heard)
+                if silent < _SILENT_S:
+                    why = f"{owner.name} has {len(mine)} models, the limit: those of an ended client go after a minute"
+                    wait_s = math.ceil(_SILENT_S - silent) if silent > _HEARTBEAT_S else 0  # then the SDK asks again
+                    raise RefusedRequest(429 if wait_s else 403, why, retry_after_s=wait_s)
                 await self.unload(owner, mine[heard.index(min(heard))].id)
             self._add(model_id)
         return await self.accept(owner, model_id, 0, kind, msgspec.json.encode(request), first=True)

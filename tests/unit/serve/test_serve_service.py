@@ -341,6 +341,10 @@ def test_key_sees_only_its_own(tmp_path, monkeypatch):
                 assert refused.value.status == 404
             with pytest.raises(RefusedRequest, match="1 models"):
                 await mine.create(session, 1)
+            monkeypatch.setattr("realsys.serve.service._HEARTBEAT_S", 0.0)  # one has not come
+            with pytest.raises(RefusedRequest) as refused:
+                await mine.create(session, 1)
+            assert refused.value.status == 429 and 0 < refused.value.retry_after_s <= 60
             monkeypatch.setattr("realsys.serve.service._SILENT_S", 0.0)  # its client has died
             model = await mine.create(session, 1)
             assert service.tenants[f"{session}:train:0"].unloaded
