@@ -45,12 +45,15 @@ class Owner(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     calls_waiting: _Positive = 64
 
 
+_Owners = Annotated[dict[_Name, Owner], msgspec.Meta(min_length=1)]
+
+
 class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Settings of a service. ``checkpoint_every``: optimizer steps of a tenant between saves of its state."""
 
     port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
     model_name: Annotated[str, msgspec.Meta(pattern=r"^[!-~]{1,200}$")]
-    owners: Annotated[dict[_Name, Owner], msgspec.Meta(min_length=1)]
+    owners: _Owners
     checkpoint_every: _Positive = 10
 
     def __post_init__(self) -> None:
@@ -85,7 +88,7 @@ def read_owners(path: Path) -> dict[str, Owner]:
         names = Counter(key.value for key, _ in node.value)
         if twice := [name for name, count in names.items() if count > 1]:
             raise ValueError(f"{twice[0]} is there twice")
-        owners: dict[str, Owner] = msgspec.convert(tree, Annotated[dict[_Name, Owner], msgspec.Meta(min_length=1)])
+        owners: dict[str, Owner] = msgspec.convert(tree, _Owners)
         _check_keys(owners)
     except (OSError, ValueError, yaml.YAMLError, *MALFORMED) as error:
         raise ConfigError("--keys", str(path), f"cannot be used: {' '.join(str(error).split())}") from None
