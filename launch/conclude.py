@@ -36,6 +36,16 @@ def newest_step(paths: TrialPaths) -> int:
     return complete[-1][0] if complete else NO_CHECKPOINT
 
 
+def saved_calls(paths: TrialPaths) -> int:
+    """Return how many calls of a service's clients are in saved states, of all models, or NO_CHECKPOINT."""
+    newest: dict[str, int] = {}
+    for folder in paths.clients.glob("*/*-*"):
+        number = folder.name.rpartition("-")[2]
+        if number.isdigit():
+            newest[folder.parent.name] = max(int(number), newest.get(folder.parent.name, 0))
+    return sum(newest.values()) if newest else NO_CHECKPOINT
+
+
 def conclude(
     config: Config, paths: TrialPaths, outcome: TrialOutcome, started: float, again: str
 ) -> tuple[int, Summary]:

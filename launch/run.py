@@ -51,7 +51,7 @@ from realsys.config.rules import check, sampling_warnings
 from realsys.config.schema import Config
 from realsys.config.trial_sizes import batch_tokens, disk_bytes, longest_sequence, model_of, record_bytes, step_bytes
 from realsys.errors import ConfigError, NameStoreError, RealsysError, WaitTimeout
-from realsys.launch.conclude import conclude, draw, newest_step
+from realsys.launch.conclude import conclude, draw, newest_step, saved_calls
 from realsys.launch.fit import fit
 from realsys.launch.launchers.contract import Launcher, check_launcher, check_start, make_launcher
 from realsys.launch.nodes.coordinator import Terms, open_nodes
@@ -292,7 +292,8 @@ def _hooks(config: Config, paths: TrialPaths, launcher: Launcher, say: Say, fini
         say=say,
         launch=lambda: launcher.start(agent_command(paths, os.environ.get("PYTHONPATH", "")), say),
         errors=lambda: read_errors(paths.errors),
-        checkpoint=lambda: newest_step(paths),
+        checkpoint=lambda: saved_calls(paths) if config.is_service else newest_step(paths),
+        unit="call" if config.is_service else "step",
         finished=finished,
         outside=lambda: full_disk(paths.root),
         no_room=lambda: no_room(paths.root, need, others),

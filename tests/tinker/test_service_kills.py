@@ -29,7 +29,7 @@ def trained(service: Service, name: str, *, killed: bool = False) -> dict[str, s
     model, _ = (service.folder / name / "saved").read_text().removeprefix("tinker://").split("/weights/")
     folder = service.live.root / "clients" / model.replace(":", "-")
     found = {}
-    [state] = sorted(folder.glob("weights-*"))
+    state = max(folder.glob("weights-*"), key=lambda each: int(each.name.rpartition("-")[2]))
     for path in sorted(state.glob("*-of-*.json")):
         index: RankIndex = decode_index(path.read_bytes(), path)
         pieces = [piece for piece in index.pieces if piece.kind != "generator"]

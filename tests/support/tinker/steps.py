@@ -46,6 +46,7 @@ def main(config: Config) -> None:
         prompt = tinker.ModelInput.from_ints(PROMPT)
         sampled = sampler.sample(prompt, 2, tinker.SamplingParams(max_tokens=4)).result(timeout=BOUND_S)
         assert all(sequence.tokens for sequence in sampled.sequences)
+        training.save_state(f"step-{number}").result(timeout=BOUND_S)  # with it the restarts in a row begin anew
         while config.killed and (folder / "kills").stat().st_size <= number:
             time.sleep(0.05)
     (folder / "saved").write_text(training.save_state("end").result(timeout=BOUND_S).path)
