@@ -11,6 +11,7 @@ from typing import Any
 
 from rich.console import Console
 
+from realsys.cluster.files import file_stamp
 from realsys.cluster.process import read_errors
 from realsys.config.evaluation_sets import DEMOS, id_of_set
 from realsys.config.paths import TrialPaths
@@ -34,6 +35,12 @@ def newest_step(paths: TrialPaths) -> int:
     """Return the step of the newest complete checkpoint, or NO_CHECKPOINT."""
     complete = complete_checkpoints(paths.checkpoints)
     return complete[-1][0] if complete else NO_CHECKPOINT
+
+
+def journal_bytes(paths: TrialPaths) -> int:
+    """Return the size of the journals of a service's clients, which grow with each call, or NO_CHECKPOINT."""
+    stamps = [file_stamp(path) for path in paths.clients.glob("*/journal")]
+    return sum(size for _, _, size in filter(None, stamps)) or NO_CHECKPOINT
 
 
 def conclude(
