@@ -11,6 +11,7 @@ from typing import Any
 
 from rich.console import Console
 
+from realsys.cluster.files import file_stamp
 from realsys.cluster.process import read_errors
 from realsys.config.evaluation_sets import DEMOS, id_of_set
 from realsys.config.paths import TrialPaths
@@ -36,14 +37,10 @@ def newest_step(paths: TrialPaths) -> int:
     return complete[-1][0] if complete else NO_CHECKPOINT
 
 
-def saved_calls(paths: TrialPaths) -> int:
-    """Return how many calls of a service's clients are in saved states, of all models, or NO_CHECKPOINT."""
-    newest: dict[str, int] = {}
-    for folder in paths.clients.glob("*/*-*"):
-        number = folder.name.rpartition("-")[2]
-        if number.isdigit():
-            newest[folder.parent.name] = max(int(number), newest.get(folder.parent.name, 0))
-    return sum(newest.values()) if newest else NO_CHECKPOINT
+def journal_bytes(paths: TrialPaths) -> int:
+    """Return the size of the journals of a service's clients, which grow with each call, or NO_CHECKPOINT."""
+    stamps = [file_stamp(path) for path in paths.clients.glob("*/journal")]
+    return sum(size for _, _, size in filter(None, stamps)) or NO_CHECKPOINT
 
 
 def conclude(

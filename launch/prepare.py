@@ -235,7 +235,9 @@ def _examine(config: Config, paths: TrialPaths, trial: StoredTrial) -> Examined:
     check_inputs(config, paths, trial, sizes)
     check_prompts(config, paths, digest)
     newer = newer_data(config, paths) if trial.config is not None else ()
-    return Examined(start, sizes, [_data_line(sizes), *warnings, *newer, *describe(start)], digest)
+    return Examined(
+        start, sizes, [_data_line(sizes), *warnings, *newer, *describe(start, service=config.is_service)], digest
+    )
 
 
 def _check_made(config: Config, paths: TrialPaths) -> None:

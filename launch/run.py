@@ -51,7 +51,7 @@ from realsys.config.rules import check, sampling_warnings
 from realsys.config.schema import Config
 from realsys.config.trial_sizes import batch_tokens, disk_bytes, longest_sequence, model_of, record_bytes, step_bytes
 from realsys.errors import ConfigError, NameStoreError, RealsysError, WaitTimeout
-from realsys.launch.conclude import conclude, draw, newest_step, saved_calls
+from realsys.launch.conclude import conclude, draw, journal_bytes, newest_step
 from realsys.launch.fit import fit
 from realsys.launch.launchers.contract import Launcher, check_launcher, check_start, make_launcher
 from realsys.launch.nodes.coordinator import Terms, open_nodes
@@ -288,18 +288,22 @@ def _hooks(config: Config, paths: TrialPaths, launcher: Launcher, say: Say, fini
     need, store = step_bytes(config, dataflow_of(config)), config.cluster.name_store.root
     # of this machine; of others only the trial's own disk is seen, which they share
     others = [*([Path(store)] if store else []), Path(tempfile.gettempdir()), Path("/dev/shm")]
-    return Hooks(
+    hooks = Hooks(
         say=say,
         launch=lambda: launcher.start(agent_command(paths, os.environ.get("PYTHONPATH", "")), say),
         errors=lambda: read_errors(paths.errors),
-        checkpoint=lambda: saved_calls(paths) if config.is_service else newest_step(paths),
-        unit="call" if config.is_service else "step",
+        checkpoint=lambda: newest_step(paths),
         finished=finished,
         outside=lambda: full_disk(paths.root),
         no_room=lambda: no_room(paths.root, need, others),
         stopping=lambda: progress_of_stop(paths),
         name_store_ready=lambda spec, host: _own_store_answers(config, paths, spec, host),
     )
+    if config.is_service:
+        # A call that ends the trainer is repeated twice and then refused, so each death until then is progress.
+        goes_on = "with the calls that its clients wait for"
+        hooks = replace(hooks, checkpoint=lambda: journal_bytes(paths), goes_on=lambda _: goes_on)
+    return hooks
 
 
 async def supervise(config: Config, ready: Ready, specs: Sequence[ProcessSpec], view: View) -> TrialOutcome:

@@ -314,14 +314,17 @@ def changes(old: Any, new: Any, name: str = "") -> Iterator[SettingChange]:
 # ---- for people
 
 
-def describe(start: TrialStart) -> Iterator[str]:
-    """Say from where training continues, and with which settings changed; nothing for a new trial."""
+def describe(start: TrialStart, *, service: bool = False) -> Iterator[str]:
+    """Say from where training continues, and with which settings changed; nothing for a new trial.
+
+    ``service``: it has no checkpoints of its own.
+    """
     yield from (f"damaged: {problem}" for problem in start.damaged)
     if start.kind == "resumed":
         yield f"continuing at step {start.step} from {start.checkpoint}"
     elif start.checkpoint:
         yield f"continuing from {Path(start.checkpoint).name}; {start.trained} steps had been trained"
-    elif start.kind == "recovered":
+    elif start.kind == "recovered" and not service:
         yield "starting again from the beginning: there is no complete checkpoint yet"
     yield from (f"changed: {change.field}={change.new!r} (was {change.old!r})" for change in start.changed)
 

@@ -299,8 +299,7 @@ class Supervisor:
         if decided := self._decide("trainer", trainer.take_deaths(), trainer.processes, trainer.ran_s, checkpoint):
             restart, cause = decided
             trainer.later(restart.delay_s, self._start_trainer)
-            start = "from the beginning" if checkpoint == NO_CHECKPOINT else f"from {self._hooks.unit} {checkpoint}"
-            self._say_restart(cause, restart, " of the trainer", f", {start}")
+            self._say_restart(cause, restart, " of the trainer", f", {self._hooks.goes_on(checkpoint)}")
 
     @_from_the_loop
     def _start_trainer(self) -> None:
@@ -638,6 +637,10 @@ class Bounds:
     room_s: float = 600.0
 
 
+def _from_step(step: int) -> str:
+    return "from the beginning" if step == NO_CHECKPOINT else f"from step {step}"
+
+
 @dataclass(frozen=True, slots=True)
 class Hooks:
     """Functions of the run that the supervisor calls.
@@ -645,8 +648,8 @@ class Hooks:
     say               takes a line for each restart and kill
     launch            starts the agents of other nodes
     errors            returns the error files of the trial's processes
-    checkpoint        returns the step of the newest complete one, or NO_CHECKPOINT; of a service a number of calls
-    unit              what ``checkpoint`` counts
+    checkpoint        returns the step of the newest complete one, or NO_CHECKPOINT; of a service, a number that grows
+    goes_on           says where a trainer that starts again goes on, from what ``checkpoint`` returned
     finished          returns True if a MasterWorker that exited 0 has finished the run
     name_store_ready  returns when the run's own name store answers; takes its process, and the address of its node
     outside           returns a cause outside of the processes, such as a full disk, or ""
@@ -659,7 +662,7 @@ class Hooks:
     launch: Callable[[], Awaitable[None]] = _no_launcher
     errors: Callable[[], Sequence[ErrorRecord]] = lambda: ()
     checkpoint: Callable[[], int] = lambda: NO_CHECKPOINT
-    unit: str = "step"
+    goes_on: Callable[[int], str] = _from_step
     finished: Callable[[], bool] = lambda: True
     name_store_ready: Callable[[ProcessSpec, str], Awaitable[None]] = _ready
     outside: Callable[[], str] = lambda: ""

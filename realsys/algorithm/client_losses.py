@@ -11,42 +11,17 @@
 
 docs/algorithms.md names the sources. The sums are not divided by anything. A token whose ``old`` is -inf has no loss,
 and is not in the mean of gspo.
-
-Importing this module needs no torch: the service calls ``problem_of``, and its process has no torch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
+from torch import Tensor
+
+from realsys.algorithm.client_loss_settings import CONFIGS, HIGH, LOW, problem_of
 from realsys.algorithm.kl import MAX_LOG_RATIO
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from realsys.algorithm.loss_tokens import Segments
-
-_LOW, _HIGH = "clip_low_threshold", "clip_high_threshold"
-#: loss -> its settings and their defaults
-CONFIGS: Mapping[str, Mapping[str, float]] = {
-    "cross_entropy": {},
-    "importance_sampling": {},
-    "ppo": {_LOW: 0.8, _HIGH: 1.2},
-    "cispo": {_LOW: 0.0, _HIGH: 4.0},
-    "dro": {"beta": 0.05},
-    "gspo": {_LOW: 0.8, _HIGH: 1.2},
-}
-
-
-def problem_of(name: str, config: Mapping[str, float]) -> str:
-    """Return why there is no loss ``name`` with these settings; "" if there is one."""
-    if name not in CONFIGS:
-        return f"unknown loss {name!r}: use one of {', '.join(CONFIGS)}"
-    if unknown := config.keys() - CONFIGS[name].keys():
-        known = ", ".join(CONFIGS[name]) or "none"
-        return f"loss {name} has no setting {', '.join(sorted(unknown))}: it has {known}"
-    return ""
+from realsys.algorithm.loss_tokens import Segments
 
 
 def client_loss(
@@ -80,7 +55,7 @@ def client_loss(
         if name == "gspo":
             difference = segments.means(difference, mask) + theta - theta.detach()
         ratio = difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-        bounded = ratio.clamp(settings.get(_LOW), settings.get(_HIGH)) if settings else ratio
+        bounded = ratio.clamp(settings.get(LOW), settings.get(HIGH)) if settings else ratio
         if name == "cispo":
             loss = -(bounded.detach() * advantages * theta).sum()
         else:

@@ -19,9 +19,6 @@ import msgspec
 
 from realsys.types import F32, I32, Mask, TopLogprobs
 
-#: loss functions of the protocol that are computed here; "stable_reinforce" is a closed formula
-LOSSES = ("cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo")
-
 
 class ClientRow(msgspec.Struct):
     """One sequence to learn from.

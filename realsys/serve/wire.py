@@ -18,10 +18,10 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from realsys.algorithm.client_losses import problem_of
+from realsys.algorithm.client_loss_settings import CONFIGS, problem_of
 from realsys.cluster.http_server import RefusedRequest
 from realsys.errors import ConfigError
-from realsys.serve.contract import LOSSES, CallRefused, ClientRow, Passed, Sampled, Sampling
+from realsys.serve.contract import CallRefused, ClientRow, Passed, Sampled, Sampling
 from realsys.types import is_temperature
 
 _NO_LOGPROB = -99999.0  # pads the log-probs of top tokens
@@ -239,8 +239,8 @@ def forward_backward_request(body: bytes) -> Any:
 
 def loss_config(message: Any) -> dict[str, float]:
     """Return the settings of the loss. Raises CallRefused for a loss that is not computed here, and for texts."""
-    if message.loss_fn not in LOSSES:
-        raise CallRefused(f"loss_fn {message.loss_fn!r} is not computed here: choose one of {', '.join(LOSSES)}")
+    if message.loss_fn not in CONFIGS:
+        raise CallRefused(f"loss_fn {message.loss_fn!r} is not computed here: choose one of {', '.join(CONFIGS)}")
     config = dict(message.loss_fn_config)
     for name, value in message.loss_fn_config_v2.items():
         if not value.HasField("number"):

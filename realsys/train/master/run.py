@@ -211,7 +211,7 @@ class MasterRun:
             # This checkpoint does not fit this ledger. Another start would meet the same two.
             error.permanent = True
             raise
-        if any(True for _ in self._records()):
+        if any(True for _ in self._records()) and not self._ctx.config.is_service:
             self._log.append(recovered_record(start, incarnation))
             log.info("rolled back to version %d; %d tickets are reissued", start.step, reply.reissued)
         await self._parts.publisher.keep_pinned(reply.pins)

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from realsys.algorithm.client_losses import CONFIGS, client_loss, problem_of
+from realsys.algorithm.client_loss_settings import CONFIGS, problem_of
+from realsys.algorithm.client_losses import client_loss
 from realsys.algorithm.loss_tokens import Segments
 from realsys.serve.contract import LOSSES
 

@@ -12,7 +12,9 @@ from realsys.config.paths import TrialPaths
 from realsys.launch.cli import main
 from realsys.launch.commands import serve
 from realsys.launch.commands.audit import check_clients
+from realsys.launch.conclude import journal_bytes
 from realsys.launch.run import Planned, RunOptions, plan_run
+from realsys.launch.supervise.restart_policy import NO_CHECKPOINT
 from realsys.observe.screen.display import Frame, lines
 from realsys.observe.screen.plain import ServiceView
 from realsys.observe.screen.progress import TrialProgress
@@ -25,7 +27,7 @@ WRONG = [
     (["train.lora.rank=0"], "train.lora.rank=0: must be set"),
     (["allocation=d1"], "must have exactly one inference part"),
     (["allocation='serve.d1|d1'"], "clients sample while others train: join their part with +"),
-    (["generation.backend=sglang", "generation.sglang.python=/bin/true"], "sample only from the weights that they"),
+    (["generation.backend=vllm", "train.lora.rank=4096"], "generation.backend='vllm': vLLM has adapters of rank"),
     (["weights.transport=memory"], "weights.transport='memory': must be disk"),
     (["generation.sampling.temperature=0.7"], "must be 1: clients choose it"),
     (["rollout.group_size=4"], "rollout={'group_size': 4}: is not read: clients have"),
@@ -146,3 +148,12 @@ def test_audit_names_the_model_and_its_fault(tmp_path):
     path.write_bytes(b"x" + path.read_bytes()[1:])
     [problem] = check_clients(paths).problems
     assert "journal" in problem
+
+
+def test_calls_of_clients_are_progress_of_the_trainer(tmp_path):
+    paths = TrialPaths(tmp_path)
+    assert journal_bytes(paths) == NO_CHECKPOINT
+    path = paths.clients / "1-train-0" / "journal"
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b"12345")
+    assert journal_bytes(paths) == 5
