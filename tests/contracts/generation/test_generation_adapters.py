@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import dataclasses
+import functools
 import shutil
 import threading
 from collections import Counter
@@ -21,7 +22,7 @@ from realsys.config.backend_rules import backend_rules
 from realsys.config.schema import EmbeddedConfig, GenerationConfig
 from realsys.errors import GenerationError, ServerBusy
 from realsys.generation.backend import ONE_NODE, Backend, EngineParts, GenerationEngine, make_backend
-from realsys.generation.client import SamplingSpec
+from realsys.generation.client import Received, SamplingSpec
 from realsys.generation.embedded.adapters import AdapterEngines
 from realsys.generation.embedded.decoder import read_tensors
 from realsys.generation.embedded.engine import EmbeddedEngine, build_engine
@@ -297,20 +298,18 @@ def test_tenants_sleep_and_wake_with_the_server(server, versions, tmp_path):
 
 
 def test_stream_of_a_tenant_has_its_tokens_and_version(server):
-    async def test(client):
-        from realsys.generation.client import Received
+    with_progress(functools.partial(streamed, server=server, version=2))
 
-        seen: list[int] = []
-        received = Received(1, on_tokens=seen.append)
-        spec = SamplingSpec(max_new_tokens=200)
-        adapter = server.adapter(2)
-        [answer] = await client.generate(server.url, PROMPT, spec, rid="s", seed=3, received=received, adapter=adapter)
-        assert seen
-        arrived = received.completions[0]
-        assert arrived.tokens.tolist() == answer.tokens[: len(arrived.tokens)].tolist()
-        assert set(arrived.versions.tolist()) == {2}
 
-    with_progress(test)
+async def streamed(client, server: Adapted, version: int) -> None:
+    seen: list[int] = []
+    received = Received(1, on_tokens=seen.append)
+    spec, adapter = SamplingSpec(max_new_tokens=200), server.adapter(version)
+    [answer] = await client.generate(server.url, PROMPT, spec, rid="s", seed=3, received=received, adapter=adapter)
+    assert seen
+    arrived = received.completions[0]
+    assert arrived.tokens.tolist() == answer.tokens[: len(arrived.tokens)].tolist()
+    assert set(arrived.versions.tolist()) == {version}
 
 
 def test_engine_without_adapters_refuses_them(versions):
@@ -387,15 +386,20 @@ def tenants(tmp_path_factory: pytest.TempPathFactory) -> Tenants:
 
 @pytest.fixture(scope="module", params=["vllm", "sglang"])
 def native(request, tenants: Tenants, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Adapted]:
-    """The real SGLang or vLLM."""
-    {"vllm": needs_vllm, "sglang": needs_sglang}[request.param]()
-    root = tmp_path_factory.mktemp("host")
+    with real_engine(request.param, tenants, tmp_path_factory.mktemp("host")) as server:
+        yield server
+
+
+@contextmanager
+def real_engine(name: str, tenants: Tenants, root: Path) -> Iterator[Adapted]:
+    """SGLang or vLLM."""
+    {"vllm": needs_vllm, "sglang": needs_sglang}[name]()
     reader = HostReader(SharedCopies(root, tenants.model, [root]))
     args = {
         "vllm": "generation.backend_args={args: {max-model-len: 512}}",
         "sglang": "generation.sglang.args={context-length: 512}",
     }
-    config = changed(f"generation.backend={request.param}", *SERVE, args[request.param])
+    config = changed(f"generation.backend={name}", *SERVE, args[name])
     write = FolderWriter(reader, tenants.model).write
     parts = EngineParts(config, tenants.model, 0, reader.stage, write, print, lambda stop: None)
     engine = make_backend(config).build(dataclasses.replace(parts, write_adapters=reader.write_adapters))
@@ -512,6 +516,26 @@ def test_update_and_abort_meet_tenants(native):
         await client.resume(server.url)
 
     drive(test)
+
+
+def test_stream_from_an_engine_has_the_version_of_its_tenant(native):
+    with_progress(functools.partial(streamed, server=native, version=2))
+
+
+def test_engine_that_was_restarted_loads_its_tenants_again(tenants, tmp_path):
+    """Before its first update it has the model that it was started with."""
+
+    async def test(client):
+        await update(client, server, 0)
+        check(server, (await sampled(client, server, 1))[0])
+        run = server.engine._traffic.run
+        run.child.kill()
+        await until(lambda: server.engine._traffic.run not in (None, run))
+        for version in (1, None):
+            check(server, (await sampled(client, server, version))[0])
+
+    with real_engine("sglang", tenants, tmp_path) as server:
+        drive(test)
 
 
 async def update(client, server: Adapted, version: int) -> None:
