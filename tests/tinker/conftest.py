@@ -46,7 +46,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
         keys = folder / "keys.yaml"
         keys.write_text(f"me: {{key: {new_key()}, models: 64}}", "utf-8")  # a loop does not unload its model
         words = [f"model.path={model}", f"fileroot={folder / 'runs'}", "allocation=serve.d1+d2"]
-        words += ["train.lora.rank=8", "train.lora.alpha=16.0"]
+        words += ["train.lora.rank=8", "train.lora.alpha=16.0", "cluster.max_restarts=32"]
         words += [
             "--trial",
             root.name,

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from realsys.train.checkpoint.checkpoint_files import RankIndex, decode_index
-from tests.support.jobs.jobs import LiveJob, realsys
+from tests.support.jobs.jobs import BOUND_S, LiveJob, realsys
 from tests.tinker.conftest import Service
 
 pytestmark = [pytest.mark.system, pytest.mark.needs(package="tinker_cookbook")]
@@ -25,7 +25,8 @@ PROCESSES = ("master_worker/0", "model_worker/0", "model_worker/1", "generation_
 
 def trained(service: Service, name: str, *, killed: bool = False) -> dict[str, str]:
     """Train a new model; return the checksums of its state: of its adapter, and of its optimizer."""
-    service.loop(STEPPER, name, steps=STEPS, killed=killed).completed()
+    bound_s = BOUND_S * (1 + STEPS // 8)
+    service.loop(STEPPER, name, steps=STEPS, killed=killed, bound_s=bound_s).completed()
     model, _ = (service.folder / name / "saved").read_text().removeprefix("tinker://").split("/weights/")
     folder = service.live.root / "clients" / model.replace(":", "-")
     found = {}

@@ -41,14 +41,14 @@ class Runner:
         self._context.set_forkserver_preload([HUB, RL, SL, ASYNC_RL])
         forkserver.ensure_running()  # it imports while the caller goes on
 
-    def run(self, module: str, folder: Path, **settings: Any) -> Ended:
+    def run(self, module: str, folder: Path, bound_s: float = BOUND_S, **settings: Any) -> Ended:
         """Run the loop of ``module``, or write the hub, and wait for the end."""
         output = folder.with_name(f"{folder.name}.txt")
         process = self._context.Process(
             daemon=True, target=_run, args=(module, settings, output, os.environ.get("TINKER_API_KEY", ""))
         )
         process.start()
-        process.join(BOUND_S)
+        process.join(bound_s)
         if process.exitcode is None:
             process.kill()
             process.join()
