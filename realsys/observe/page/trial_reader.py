@@ -140,14 +140,17 @@ def identity(config: Config, paths: TrialPaths) -> list[tuple[str, str]]:
     """Return what tells a run from others, as (name, value) for people."""
     rollout, train = config.rollout, config.train
     data = config.data.train or config.data.eval or "made by the experiment"
-    return [
-        ("model", _model(config, paths)),
-        ("allocation", config.allocation),
-        ("engine", config.generation.backend),
+    training = [
         ("loss", f"{train.ppo.loss}, lr {train.optimizer.lr:g}"),
         ("batch", f"{train.batch_groups} prompts x {rollout.group_size} episodes"),
         ("staleness bound", str(config.asynchronous.max_staleness)),
         ("data", str(data)),
+    ]
+    return [
+        ("model", _model(config, paths)),
+        ("allocation", config.allocation),
+        ("engine", config.generation.backend),
+        *([("adapters", f"rank {train.lora.rank}")] if config.is_service else training),
         ("folder", str(paths.root)),
         ("realsys", __version__),
     ]

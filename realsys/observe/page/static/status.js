@@ -94,6 +94,7 @@ function showClients(serve) {
   $("clientsCard").hidden = !serve;
   for (const id of ["tiles", "bottleneckCard", "charts", "samplesLink"]) $(id).hidden = Boolean(serve);
   if (!serve) return;
+  for (const id of ["evaluations", "ledger", "staleness"]) $(id).closest(".card").hidden = true;
   $("clientsOf").textContent = "base_url=" + serve.url;
   table("clients", [["owner"], ["model"], ["steps", "num"], ["calls", "num"], ["tokens", "num"], ["waiting", "num"], ["last error", "wrap error"]],
     serve.models.map(m => [m.owner, m.model, number(m.steps), number(m.calls), number(m.tokens), number(m.waiting), m.last_error || ""]), "none yet");
