@@ -9,7 +9,6 @@ import torch
 from realsys.algorithm.client_loss_settings import CONFIGS, problem_of
 from realsys.algorithm.client_losses import client_loss
 from realsys.algorithm.loss_tokens import Segments
-from realsys.serve.contract import LOSSES
 
 LENGTHS = [4, 1, 3]
 RNG = np.random.default_rng(5)
@@ -86,7 +85,7 @@ def test_the_cases_above_clip_some_tokens_and_not_all():
         assert 0 < stats["clip_count"] < len(OLD) and 0 < gradient.count(0.0) < len(OLD)
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", CONFIGS)
 def test_token_without_old_logprob_has_no_loss(name):
     """Nor is it in the ratio of its sequence."""
     old = OLD.copy()
@@ -116,7 +115,7 @@ def test_statistics_are_those_of_tokens_with_an_advantage():
 
 def test_no_ratio_overflows():
     theta, old = torch.tensor([-1.0, -1.0], requires_grad=True), torch.tensor([-2000.0, -1.0])
-    for name in LOSSES:
+    for name in CONFIGS:
         loss, _ = client_loss(name, theta, old, torch.tensor([0.0, 1.0]), Segments(torch.tensor([2])), {})
         (gradient,) = torch.autograd.grad(loss, theta)
         assert loss.isfinite() and gradient.isfinite().all(), name
@@ -136,7 +135,3 @@ def test_unknown_loss_or_setting_is_refused(name, config, problem):
     if problem:
         with pytest.raises(ValueError, match=problem):
             computed(name, config=config)
-
-
-def test_every_loss_of_the_contract_has_settings():
-    assert tuple(CONFIGS) == LOSSES

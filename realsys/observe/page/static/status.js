@@ -100,7 +100,7 @@ function showClients(serve) {
     serve.models.map(m => [m.owner, m.model, number(m.steps), number(m.calls), number(m.tokens), number(m.waiting), m.last_error || ""]), "none yet");
 }
 function showLive(s) {
-  showClients(s && s.master.serve);
+  showClients(s?.master?.serve);
   for (const part of document.querySelectorAll(".live")) part.hidden = !s;
   const bad = s ? s.servers.filter(r => r.state === "quarantined" || r.state === "suspected").length : 0;
   $("trouble").hidden = !bad;
