@@ -248,6 +248,8 @@ class ServerSampler:
             try:
                 rid = secrets.token_hex(16)
                 completions = await self._client.generate(url, prompt, spec, rid=rid, seed=seed, adapter=adapter)
+                if any(completion.finish_reason == "abort" for completion in completions):
+                    raise GenerationError(f"{url} was told to end its requests", retryable=True)
                 return [_sampled(completion) for completion in completions]
             except GenerationError as error:
                 if not error.retryable:
