@@ -8,7 +8,7 @@ import logging
 import shutil
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,6 +18,7 @@ from realsys.errors import WaitTimeout
 log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
+_LOOK_S = 1.0  # seconds between two looks whether a loop has ended
 
 
 def stop_event(ctx: WorkerContext) -> asyncio.Event:
@@ -159,6 +160,7 @@ def from_thread(
     """Run ``work(*args)`` on the event loop of another thread, and wait for its result. Raises what it raises.
 
     Unlike with ``run_coroutine_threadsafe``, the loop's thread calls ``work``, which may refuse to begin anything.
+    Raises RuntimeError if the loop ends before.
     """
     done: Future[Result] = Future()
 
@@ -177,6 +179,10 @@ def from_thread(
             done.set_exception(error)
 
     loop.call_soon_threadsafe(begin)
+    # A loop that ends right now may never call ``begin``.
+    while not wait([done], _LOOK_S).done:
+        if loop.is_closed():
+            raise RuntimeError("the event loop has ended")
     return done.result()
 
 

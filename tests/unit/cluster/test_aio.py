@@ -3,11 +3,12 @@
 import asyncio
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 import pytest
 
-from realsys.cluster.aio import on_disk, run_until_stopped, unless
+from realsys.cluster.aio import from_thread, on_disk, run_until_stopped, unless
 from realsys.errors import WaitTimeout
 
 BOUND_S = 60.0
@@ -183,3 +184,17 @@ def test_late_result_does_not_disturb_the_loop():
         await asyncio.wait_for(ended.wait(), 60)
 
     asyncio.run(body(), debug=True)
+
+
+def test_call_on_a_loop_that_ends_before_it_begins_is_an_error():
+    loop = asyncio.new_event_loop()  # it never runs
+
+    async def work():
+        pytest.fail("no loop runs")
+
+    with ThreadPoolExecutor(1) as pool:
+        call = pool.submit(from_thread, loop, work)
+        assert not wait([call], 0.05).done
+        loop.close()
+        with pytest.raises(RuntimeError, match="loop has ended|loop is closed"):
+            call.result(BOUND_S)
