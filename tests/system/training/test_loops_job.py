@@ -203,7 +203,7 @@ def test_mistakes_are_one_line(tmp_path):
     for value, problem in {
         tmp_path / "none.py": "cannot be imported: FileNotFoundError",
         f"{tmp_path / 'mine.py'}:loop": "has no attribute 'loop'",
-        "fancy": "unknown training loop: use one of evaluate, session, train",
+        "fancy": "unknown training loop: use one of evaluate, serve, session, train",
     }.items():
         refused = command("run", *FAST, f"fileroot={tmp_path}", f"train.loop={value}")
         assert refused.returncode == 2 and len(refused.stderr.splitlines()) == 1
