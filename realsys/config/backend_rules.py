@@ -83,7 +83,7 @@ class BackendRules:
 
     def adapters(self) -> str:
         """Return why its servers cannot sample a request from the weights that it names; "" if they can."""
-        return "its servers sample only from the weights that they have loaded: set generation.backend=embedded or vllm"
+        return "its servers sample only from the weights that they have loaded: use generation=embedded, vllm or sglang"
 
     def sleeps(self, *, on_gpu: bool) -> bool:
         """Return True if a server can release the memory of weights and cache, so that ranks may use its device."""
@@ -115,11 +115,6 @@ class BackendRules:
     def sharing(self, share: float) -> dict[str, Any]:
         """Return the fields to set, and their values, if a server may take ``share`` of the memory of its GPUs."""
         return {}
-
-
-def serves_adapters(config: Config) -> bool:
-    """Return True if requests may name the weights that sample them: tenants of a training service do."""
-    return config.train.loop == "serve" and config.train.lora.rank > 0
 
 
 def backend_rules(config: Config) -> BackendRules:

@@ -383,7 +383,7 @@ LOOP = Door(
     {
         "train": "realsys.loops:train",
         "session": "realsys.train.master.script_service:serve",
-        "serve": "realsys.train.master.client_service:serve",
+        "serve": "realsys.train.master.serving:serve",
         "evaluate": "realsys.train.master.request_evaluations:EvaluationRun",
     },
     takes("session"),

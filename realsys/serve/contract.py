@@ -99,7 +99,10 @@ class Trainer(Protocol):
         """Compute log-probs and loss, a sum over tokens; with ``backward`` add the gradient to those of the tenant."""
 
     async def step(self, tenant: str, adam: Adam) -> dict[str, float]:
-        """Take one optimizer step with the gradients since the last one, which are then zero. Returns metrics."""
+        """Take one optimizer step with the gradients since the last one, which are then zero. Returns metrics.
+
+        Raises CallRefused if they are not finite: no step was taken, and they are zero all the same.
+        """
 
     async def save(self, tenant: str, folder: Path) -> None:
         """Write adapter and optimizer state to ``folder``, whole or not at all. Gradients are not saved."""
@@ -125,4 +128,4 @@ class Sampler(Protocol):
 
 
 class CallRefused(Exception):
-    """The call is wrong: a message for the client that made it. Nothing has changed."""
+    """The call is wrong: a message for the client that made it. Nothing has changed, unless the method says so."""

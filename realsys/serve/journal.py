@@ -55,7 +55,8 @@ class Named(msgspec.Struct, frozen=True, tag="named"):
 
 
 class Answered(msgspec.Struct, frozen=True, tag="result"):
-    """Result of a call. ``error``: "", "user" or "server"; with one, the call has changed nothing.
+    """Result of a call. ``error``: "", "user" or "server"; with one, the call has changed nothing, but that a refused
+    optimizer step may have dropped the gradients.
 
     ``named``: the weights that it saved; in the same record, so that both are there or none.
     """

@@ -14,6 +14,8 @@ blameless   a call that ends the process RESTARTS + 1 times fails for its tenant
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import heapq
 import hmac
 import logging
 import math
@@ -54,6 +56,7 @@ _INFLIGHT = 64  # sampling sessions of the newest weights that a tenant keeps
 _RESULTS = 256  # results that wait to be retrieved, after a checkpoint
 _AGAIN = 16  # newest results that may be asked for again after a checkpoint
 _FETCHED_S, _KEPT_S = 60.0, 900.0  # times that a sample is kept after it was fetched, and if it never is
+_SHOWN = 64  # models on the status page
 _AHEAD = 100_000  # calls that may be missing before one
 _SILENT_S = 60.0  # without a heartbeat of its session, a model makes room for another one of its owner
 _HEARTBEAT_S = 12.0  # the SDK sends one every 10 s
@@ -114,7 +117,7 @@ class Tenant:
         self.seed = 0
         self.checkpoint: Checkpoint | None = None
         self.repeat: list[Called] = []  # by a restart, until the state is restored
-        self.loaded = self.unloaded = self.dropped = self.has_gradients = False
+        self.loaded = self.unloaded = self.has_gradients = False
         self.tries = self.restores = 0  # of the call ``next``, without an end
         self.gap_since: float | None = None
         self.last_error = ""
@@ -158,7 +161,7 @@ class Tenant:
                 self.answer(record)
                 if record.named is not None:
                     self.name_weights(record.named)
-                if call is not None and not record.error and call.kind in _CHANGING:
+                if call is not None and _has_changed(call, record):
                     self.repeat.append(call)
             case Checkpoint():
                 self.checkpoint, self.repeat, self.since_checkpoint = record, [], 0
@@ -179,10 +182,10 @@ class Tenant:
             self.next += 1
         if record.error:
             self.last_error = msgspec.json.decode(record.payload)["error"]
-        elif call is not None and call.kind in _CHANGING:
+        if call is not None and _has_changed(call, record):
             self.has_gradients = call.kind == "forward_backward"
-            is_step = call.kind == "optim_step"
-            self.steps, self.since_checkpoint = self.steps + is_step, self.since_checkpoint + is_step
+            taken = call.kind == "optim_step" and not record.error
+            self.steps, self.since_checkpoint = self.steps + taken, self.since_checkpoint + taken
         if len(self.results) > 2 * _RESULTS:
             self.forget_results()
         self.changed.set()
@@ -295,8 +298,6 @@ class Service:
         for _ in range(len(self._turns)):
             tenant = self._turns[0]
             self._turns.rotate(-1)
-            if tenant.dropped:
-                continue
             if tenant.unloaded or tenant.next in tenant.waiting:
                 tenant.gap_since = None
                 return tenant
@@ -466,7 +467,8 @@ class Service:
         await self._trainer.start(tenant.name, tenant.seed, checkpoint)
         for call in tenant.repeat:
             if call.kind == "optim_step":
-                await self._trainer.step(tenant.name, _adam(call.payload))
+                with contextlib.suppress(CallRefused):  # as it was the first time
+                    await self._trainer.step(tenant.name, _adam(call.payload))
             elif call.kind == "forward_backward":
                 await self._pass(tenant, call)
             else:
@@ -487,7 +489,8 @@ class Service:
         if tenant.checkpoint is not None:
             self._trash.append(tenant.folder / tenant.checkpoint.folder)
         tenant.names = {name: named for name, named in tenant.names.items() if name.startswith("tinker:")}
-        tenant.loaded, tenant.dropped, self._keep_due = False, True, True
+        self._turns.remove(tenant)
+        tenant.loaded, self._keep_due = False, True
 
     async def _clean(self) -> None:
         trash, self._trash, self._keep_due = self._trash, [], False
@@ -755,19 +758,15 @@ class Service:
     # ---- what the operator sees
 
     def status(self) -> dict[str, Any]:
-        """Return owners, their models and what these have done since the start of the service; no keys."""
+        """Return the models that were called last, and what they have done; no keys."""
         models = [
             {
                 "model": each.id, "owner": each.owner, "calls": each.next, "steps": each.steps, "tokens": each.tokens,
                 "waiting": len(each.waiting), "unloaded": each.unloaded, "last_error": each.last_error,
-                "last_call": each.last_call, "weights": [name for name in each.names if name.startswith("tinker:")],
             }
-            for each in self.tenants.values()
+            for each in heapq.nlargest(_SHOWN, self.tenants.values(), key=lambda each: each.last_call)
         ]  # fmt: skip
-        in_work = [owner for owner, task in self._samples.values() if not task.done()]
-        owners = [{"name": name, "sessions": sum(who == name for who in self._sessions.values()),
-                   "samples_in_work": in_work.count(name)} for name in self._owners]  # fmt: skip
-        return {"base_model": self.settings.base_model, "owners": owners, "models": models}
+        return {"base_model": self.settings.base_model, "models": models}
 
     # ---- the journals: one that cannot be written ends the process
 
@@ -792,6 +791,11 @@ class Service:
     def _end(self, error: BaseException) -> None:
         self._error = error
         self._work.set()
+
+
+def _has_changed(call: Called, result: Answered) -> bool:
+    """Return True if the call may have changed the tenant's state: a refused optimizer step drops bad gradients."""
+    return call.kind in _CHANGING and (not result.error or (call.kind == "optim_step" and result.error == "user"))
 
 
 class _Broken(Exception):

@@ -17,7 +17,6 @@ from realsys.config.backend_rules import (
     ServerSizes,
     check_options,
     check_sglang_sampling,
-    serves_adapters,
     sglang_options,
     sglang_server_sizes,
 )
@@ -194,6 +193,6 @@ def _launch(model_path: Path, config: Config, index: int, span: NodeSpan, tokeni
         shared=config.cluster.share_gpus or allocation.is_lent(index),
         lent=allocation.is_lent(index),
         receives=config.weights.transport == "group",
-        adapters=_matrices(config.train.lora) if serves_adapters(config) else (),
+        adapters=_matrices(config.train.lora) if config.is_service else (),
         adapter_rank=config.train.lora.rank,
     )

@@ -15,7 +15,6 @@ from realsys.config.backend_rules import (
     check_options,
     command_line_flags,
     named_options,
-    serves_adapters,
 )
 from realsys.config.machine import Machine, NodeDevices
 from realsys.config.schema import Config, SamplingConfig
@@ -246,5 +245,5 @@ class VllmBackend(Backend):
             tokenizer=tokenizer,
             shared=config.cluster.share_gpus or allocation.is_lent(index),
             lent=allocation.is_lent(index),
-            adapters=config.train.lora.rank if serves_adapters(config) else 0,
+            adapters=config.train.lora.rank if config.is_service else 0,
         )

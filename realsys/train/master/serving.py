@@ -241,9 +241,8 @@ class ServerSampler:
             raise CallRefused(problem)
         seed = secrets.randbits(31) if sampling.seed is None else sampling.seed & 0x7FFFFFFF
         deadline = time.monotonic() + _PATIENCE_S
-        avoided: set[str] = set()
         while True:
-            url = await self._choose(avoided)
+            url = await self._choose()
             self._running[url] += sampling.n
             try:
                 rid = secrets.token_hex(16)
@@ -256,23 +255,23 @@ class ServerSampler:
                     raise CallRefused(str(error)) from None
                 if time.monotonic() > deadline:
                     raise
-                log.warning("%s; trying again", error)
-                avoided.add(url)
-                self._looked = -math.inf
+                if url in self._servers:  # by the first of its samples that fails; until the next look
+                    log.warning("%s; trying again", error)
+                    self._servers.remove(url)
                 await asyncio.sleep(_LOOK_S)
             finally:
                 self._running[url] -= sampling.n
 
-    async def _choose(self, avoided: set[str]) -> str:
-        """Return the server with the fewest completions, one that has not failed if there is any."""
+    async def _choose(self) -> str:
+        """Return the server with the fewest completions, of those that have not failed since the last look."""
         deadline = time.monotonic() + _PATIENCE_S
         while True:
             if time.monotonic() - self._looked > _LOOK_S:
                 self._looked = time.monotonic()
                 servers = (await self._manager.status())["servers"]
                 self._servers = [server["url"] for server in servers if server["state"] == "ready"]
-            if known := [url for url in self._servers if url not in avoided] or self._servers:
-                return min(known, key=lambda url: self._running[url])
+            if self._servers:
+                return min(self._servers, key=lambda url: self._running[url])
             if time.monotonic() > deadline:
                 raise GenerationError(f"waited {_PATIENCE_S:g} s for a generation server")
             await asyncio.sleep(_LOOK_S)

@@ -15,6 +15,7 @@ import numpy as np
 from realsys.serve.contract import Adam, CallRefused, Passed, Sampled, Snapshot
 
 VOCAB = 11
+MOST_NORM = 1e6  # a larger norm counts as not finite
 
 
 class Killed(Exception):
@@ -94,6 +95,10 @@ class NumpyTrainer:
 
     async def step(self, tenant, adam: Adam):
         model = self.models[tenant]
+        if float(np.sqrt((model.grad**2).sum())) > MOST_NORM:
+            model.grad = np.zeros((VOCAB, VOCAB))
+            await self._one(tenant, "step")
+            raise CallRefused("the gradient is not finite")
         model.steps += 1
         model.first = adam.beta1 * model.first + (1 - adam.beta1) * model.grad
         model.second = adam.beta2 * model.second + (1 - adam.beta2) * model.grad**2

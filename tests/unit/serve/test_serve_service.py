@@ -37,6 +37,10 @@ def run_of(model, shift=0):
         lambda n: json_call("save_weights_for_sampler", model, n, path="s"),
         lambda n: stepping(model, n, rate=-1.0),  # refused
         lambda n: stepping(model, n),
+        lambda n: passing(model, n, rows[7], weights=np.full(10, 1e9)),
+        lambda n: stepping(model, n),  # refused, and the gradient is dropped
+        lambda n: passing(model, n, rows[0]),
+        lambda n: stepping(model, n),
         lambda n: passing(model, n, rows[4], forward_only=True),
         lambda n: json_call("load_weights", model, n, path=saved, optimizer=True),
         lambda n: passing(model, n, rows[5]),

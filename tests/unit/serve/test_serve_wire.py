@@ -99,7 +99,8 @@ def test_images_and_long_calls_are_refused():
 
 
 def test_zstd_is_bounded():
-    zstandard = pytest.importorskip("zstandard")
+    import zstandard
+
     body = zstandard.ZstdCompressor().compress(b"0" * 100_000)
     assert wire.inflate(body, "zstd", 100_000) == b"0" * 100_000
     for data, encoding, limit, status in ((body, "zstd", 99_999, 413), (b"0", "zstd", 9, 400), (b"0", "gzip", 9, 415)):
