@@ -23,12 +23,13 @@ from realsys.cluster.lease import CheckAlive, unleased
 from realsys.cluster.network import is_loopback
 from realsys.errors import MALFORMED, ConfigError
 from realsys.serve import wire
-from realsys.serve.service import Service, ServiceOwner
+from realsys.serve.service import Service
+from realsys.serve.settings import Owner
 
 MAX_BODY = 64 << 20  # bytes, also of a body that was compressed; the SDK's chunks have 5 MB or less
 _INLINE = 64 << 10  # bytes of a body that is parsed on the event loop
 T = TypeVar("T")
-Endpoint = Callable[[ServiceOwner, Request], Awaitable[object]]
+Endpoint = Callable[[Owner, Request], Awaitable[object]]
 
 
 async def serve(
@@ -118,7 +119,7 @@ def _table(service: Service) -> list[tuple[Any, ...]]:
     """Return path, endpoint and method of each route."""
     served = service.settings
 
-    async def constant(owner: ServiceOwner, request: Request) -> object:
+    async def constant(owner: Owner, request: Request) -> object:
         return {
             "healthz": {"status": "ok"},
             "telemetry": {"status": "accepted"},
@@ -136,21 +137,21 @@ def _table(service: Service) -> list[tuple[Any, ...]]:
             },
         }[request.url.path.rpartition("/")[2]]
 
-    async def create_session(owner: ServiceOwner, request: Request) -> object:
+    async def create_session(owner: Owner, request: Request) -> object:
         return {"type": "create_session", "session_id": await service.create_session(owner)}
 
-    async def heartbeat(owner: ServiceOwner, request: Request) -> object:
+    async def heartbeat(owner: Owner, request: Request) -> object:
         service.heartbeat(owner, (await _body(request, _Ids)).session_id)
         return {"type": "session_heartbeat"}
 
-    async def finish(owner: ServiceOwner, request: Request) -> object:
+    async def finish(owner: Owner, request: Request) -> object:
         await service.finish_session(owner, request.path_params["session"])
         return Response(status_code=204)
 
-    async def create_model(owner: ServiceOwner, request: Request) -> object:
+    async def create_model(owner: Owner, request: Request) -> object:
         return await service.create_model(owner, await _body(request, wire.CreateModel))
 
-    async def get_info(owner: ServiceOwner, request: Request) -> object:
+    async def get_info(owner: Owner, request: Request) -> object:
         model = service.model(owner, (await _body(request, _Ids)).model_id)
         data = {"model_name": served.base_model, "tokenizer_id": served.tokenizer or None}
         return {
@@ -158,12 +159,12 @@ def _table(service: Service) -> list[tuple[Any, ...]]:
             "is_lora": True, "lora_rank": served.lora_rank,
         }  # fmt: skip
 
-    async def unload(owner: ServiceOwner, request: Request) -> object:
+    async def unload(owner: Owner, request: Request) -> object:
         model_id = (await _body(request, _Ids)).model_id
         await service.unload(owner, model_id)
         return {"type": "unload_model", "model_id": model_id}
 
-    async def forward_backward(owner: ServiceOwner, request: Request) -> object:
+    async def forward_backward(owner: Owner, request: Request) -> object:
         def parse(raw: bytes) -> tuple[str, int, str, bytes]:
             body = wire.inflate(raw, request.headers.get("content-encoding", ""), MAX_BODY)
             message = wire.forward_backward_request(body)
@@ -171,7 +172,7 @@ def _table(service: Service) -> list[tuple[Any, ...]]:
 
         return await service.accept(owner, *await asyncio.to_thread(parse, await request.body()))
 
-    async def training(owner: ServiceOwner, request: Request) -> object:
+    async def training(owner: Owner, request: Request) -> object:
         kind = request.url.path.rpartition("/")[2]
         types: dict[str, Any] = {
             "optim_step": wire.OptimStep, "save_weights": wire.SaveWeights,
@@ -180,45 +181,45 @@ def _table(service: Service) -> list[tuple[Any, ...]]:
         body = await _body(request, types[kind])
         return await service.accept(owner, body.model_id, body.seq_id, kind, await request.body())
 
-    async def load_weights(owner: ServiceOwner, request: Request) -> object:
+    async def load_weights(owner: Owner, request: Request) -> object:
         return await service.load_weights(owner, await _body(request, wire.LoadWeights))
 
-    async def retrieve(owner: ServiceOwner, request: Request) -> object:
+    async def retrieve(owner: Owner, request: Request) -> object:
         request_id = (await _body(request, _Ids)).request_id
         result = await service.retrieve(owner, request_id)
         if result is None:
             return {"type": "try_again", "request_id": request_id, "queue_state": "active"}
         return Response(result.payload, media_type="application/x-protobuf" if result.proto else "application/json")
 
-    async def cancel(owner: ServiceOwner, request: Request) -> object:
+    async def cancel(owner: Owner, request: Request) -> object:
         service.cancel(owner, (await _body(request, _Ids)).request_id)
         return Response(status_code=204)
 
-    async def create_sampler(owner: ServiceOwner, request: Request) -> object:
+    async def create_sampler(owner: Owner, request: Request) -> object:
         sampler = await service.create_sampler(owner, await _body(request, wire.CreateSampler))
         return {"type": "create_sampling_session", "sampling_session_id": sampler}
 
-    async def join_sampler(owner: ServiceOwner, request: Request) -> object:
+    async def join_sampler(owner: Owner, request: Request) -> object:
         sampler = (await _body(request, _Ids)).sampling_session_id
         return {"type": "join_sampling_session", "client_counter": service.join(owner, sampler)}
 
-    async def get_sampler(owner: ServiceOwner, request: Request) -> object:
+    async def get_sampler(owner: Owner, request: Request) -> object:
         sampler = request.path_params["sampler"]
         target = service.sampler(owner, sampler)
         path = target if target.startswith("tinker:") else None
         return {"sampler_id": sampler, "base_model": served.base_model, "model_path": path}
 
-    async def asample(owner: ServiceOwner, request: Request) -> object:
+    async def asample(owner: Owner, request: Request) -> object:
         return service.sample(owner, await _body(request, wire.Sample))
 
-    async def training_run(owner: ServiceOwner, request: Request) -> object:
+    async def training_run(owner: Owner, request: Request) -> object:
         model = service.model(owner, request.path_params["model"])
         return {
             "training_run_id": model.id, "base_model": served.base_model, "model_owner": model.owner,
             "is_lora": True, "lora_rank": served.lora_rank, "last_request_time": _date(model.last_call),
         }  # fmt: skip
 
-    async def checkpoints(owner: ServiceOwner, request: Request) -> object:
+    async def checkpoints(owner: Owner, request: Request) -> object:
         model = service.model(owner, request.path_params["model"])
         saved = [named for path, named in model.names.items() if path.startswith("tinker:")]
         ids = [named.name.split("/", 3)[3] for named in saved]
@@ -230,7 +231,7 @@ def _table(service: Service) -> list[tuple[Any, ...]]:
             ]
         }
 
-    async def delete(owner: ServiceOwner, request: Request) -> object:
+    async def delete(owner: Owner, request: Request) -> object:
         await service.delete(owner, request.path_params["model"], request.path_params["name"])
         return Response(status_code=204)
 

@@ -46,6 +46,7 @@ from realsys.serve.journal import (
     TenantJournal,
     Unloaded,
 )
+from realsys.serve.settings import Owner
 
 log = logging.getLogger(__name__)
 
@@ -62,17 +63,6 @@ _SILENT_S = 60.0  # without a heartbeat of its session, a model makes room for a
 _HEARTBEAT_S = 12.0  # the SDK sends one every 10 s
 _CHANGING = ("forward_backward", "optim_step", "load_weights")  # calls that a restart repeats
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
-
-
-class ServiceOwner(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One user of the service, with limits: models at a time, calls of a model that wait, tokens of a call, samples."""
-
-    name: str
-    key: str
-    models: int = 8
-    waiting: int = 256
-    tokens_per_call: int = 1 << 18
-    samples: int = 8192
 
 
 class ServiceSettings(msgspec.Struct, frozen=True):
@@ -95,7 +85,7 @@ class ServiceSettings(msgspec.Struct, frozen=True):
     mlp: bool = True
     checkpoint_every: int = 10
     missing_s: float = 120.0
-    owners: tuple[ServiceOwner, ...] = ()
+    owners: tuple[Owner, ...] = ()
 
 
 class Tenant:
@@ -406,7 +396,7 @@ class Service:
 
     async def _pass(self, tenant: Tenant, call: Called) -> bytes:
         """Compute log-probs and, unless the call is ``forward``, gradients. Returns the encoded reply."""
-        limits, owner = self.settings, self._owners.get(tenant.owner, ServiceOwner(tenant.owner, ""))
+        limits, owner = self.settings, self._owners.get(tenant.owner, Owner("", name=tenant.owner))
 
         def parse() -> tuple[list[Any], str, dict[str, float]]:
             message = wire.forward_backward_request(call.payload)
@@ -503,10 +493,10 @@ class Service:
     # ---- what clients ask for. Each method raises RefusedRequest.
 
     @property
-    def _owners(self) -> dict[str, ServiceOwner]:
-        return {owner.name: owner for owner in self.settings.owners or (ServiceOwner("anyone", ""),)}
+    def _owners(self) -> dict[str, Owner]:
+        return {owner.name: owner for owner in self.settings.owners or (Owner("", name="anyone"),)}
 
-    def owner(self, key: str) -> ServiceOwner:
+    def owner(self, key: str) -> Owner:
         """Return the owner of an API key."""
         if not self.settings.owners:
             return self._owners["anyone"]
@@ -515,36 +505,36 @@ class Service:
             raise RefusedRequest(401, "X-API-Key: not a key of this service")
         return same[0]
 
-    async def create_session(self, owner: ServiceOwner) -> str:
+    async def create_session(self, owner: Owner) -> str:
         session = secrets.token_hex(8)
         await self._open(Opened(session, owner.name))
         self._sessions[session] = owner.name
         return session
 
-    def check_session(self, owner: ServiceOwner, session: str) -> None:
+    def check_session(self, owner: Owner, session: str) -> None:
         """Refuse a session that is not the owner's (own)."""
         if self._sessions.get(session) != owner.name:
             raise RefusedRequest(404, f"session {session[:100]} not found")
 
-    def heartbeat(self, owner: ServiceOwner, session: str) -> None:
+    def heartbeat(self, owner: Owner, session: str) -> None:
         self.check_session(owner, session)
         self._heard[session] = time.monotonic()
 
-    async def finish_session(self, owner: ServiceOwner, session: str) -> None:
+    async def finish_session(self, owner: Owner, session: str) -> None:
         """Unload the models of a session."""
         self.check_session(owner, session)
         for tenant in list(self.tenants.values()):
             if tenant.id.startswith(f"{session}:"):
                 await self.unload(owner, tenant.id)
 
-    def model(self, owner: ServiceOwner, model_id: str) -> Tenant:
+    def model(self, owner: Owner, model_id: str) -> Tenant:
         """Return a model of the owner (own)."""
         tenant = self.tenants.get(model_id)
         if tenant is None or tenant.owner != owner.name:
             raise RefusedRequest(404, f"model {model_id[:200]} not found")
         return tenant
 
-    async def create_model(self, owner: ServiceOwner, request: wire.CreateModel) -> dict[str, object]:
+    async def create_model(self, owner: Owner, request: wire.CreateModel) -> dict[str, object]:
         served, lora = self.settings, request.lora_config or wire.Lora(self.settings.lora_rank)
         rules = (
             (request.base_model == served.base_model, f"base_model must be {served.base_model}"),
@@ -562,7 +552,7 @@ class Service:
         request.lora_config = lora
         return await self._create(owner, request.session_id, request.model_seq_id, "create_model", request)
 
-    async def load_weights(self, owner: ServiceOwner, request: wire.LoadWeights) -> dict[str, object]:
+    async def load_weights(self, owner: Owner, request: wire.LoadWeights) -> dict[str, object]:
         """Accept a load into a model, or into a new one of a session."""
         if request.model_id:
             return await self.accept(
@@ -578,7 +568,7 @@ class Service:
         return await self._create(owner, request.session_id, request.model_seq_id, "load_weights", request)
 
     async def _create(
-        self, owner: ServiceOwner, session: str, number: int, kind: str, request: msgspec.Struct
+        self, owner: Owner, session: str, number: int, kind: str, request: msgspec.Struct
     ) -> dict[str, object]:
         """Accept the first call of a new tenant."""
         self.check_session(owner, session)
@@ -599,7 +589,7 @@ class Service:
         return await self.accept(owner, model_id, 0, kind, msgspec.json.encode(request), first=True)
 
     async def accept(
-        self, owner: ServiceOwner, model_id: str, seq: int, kind: str, payload: bytes, *, first: bool = False
+        self, owner: Owner, model_id: str, seq: int, kind: str, payload: bytes, *, first: bool = False
     ) -> dict[str, object]:
         """Make a call durable, and return its future. A call that was accepted before has the same one (once)."""
         tenant = self.model(owner, model_id)
@@ -608,7 +598,7 @@ class Service:
         if not (0 if first else 1) <= seq <= tenant.next + _AHEAD:
             raise RefusedRequest(400, f"seq_id must be 1 to {tenant.next + _AHEAD}")
         if not (seq < tenant.next or seq in tenant.waiting or seq in tenant.skipped):
-            if len(tenant.waiting) >= owner.waiting and seq != tenant.next:
+            if len(tenant.waiting) >= owner.calls_waiting and seq != tenant.next:
                 raise RefusedRequest(429, f"{len(tenant.waiting)} calls of {model_id} wait, the limit", retry_after_s=1)
             call = Called(seq, kind, payload, time.time())
             if kind == "create_model":
@@ -619,7 +609,7 @@ class Service:
         self._work.set()
         return {"request_id": f"{model_id}:{seq}", "model_id": model_id}
 
-    async def retrieve(self, owner: ServiceOwner, request_id: str) -> Answered | None:
+    async def retrieve(self, owner: Owner, request_id: str) -> Answered | None:
         """Return the result of a future; None if it takes longer than HELD_S."""
         target, _, number = request_id.rpartition(":")
         if ":train:" not in target or not number.isdigit():
@@ -635,7 +625,7 @@ class Service:
         tenant.retrieved.add(seq)
         return tenant.results[seq]
 
-    async def unload(self, owner: ServiceOwner, model_id: str) -> None:
+    async def unload(self, owner: Owner, model_id: str) -> None:
         tenant = self.model(owner, model_id)
         if not tenant.unloaded:
             tenant.unloaded = True
@@ -643,7 +633,7 @@ class Service:
             await self._synced(tenant.journal)
             self._work.set()
 
-    async def delete(self, owner: ServiceOwner, model_id: str, name: str) -> None:
+    async def delete(self, owner: Owner, model_id: str, name: str) -> None:
         """Delete weights: ``weights/NAME`` or ``sampler_weights/NAME``."""
         tenant, path = self.model(owner, model_id), f"tinker://{model_id}/{name}"
         if path not in tenant.names:
@@ -661,7 +651,7 @@ class Service:
 
     # ---- sampling
 
-    async def create_sampler(self, owner: ServiceOwner, request: wire.CreateSampler) -> str:
+    async def create_sampler(self, owner: Owner, request: wire.CreateSampler) -> str:
         """Open a sampling session of the base model, or of weights with a name."""
         self.check_session(owner, request.session_id)
         if request.model_path is None and request.base_model != self.settings.base_model:
@@ -674,19 +664,19 @@ class Service:
             await self._open(Opened(sampler, owner.name, path))
         return sampler
 
-    def join(self, owner: ServiceOwner, sampler: str) -> int:
+    def join(self, owner: Owner, sampler: str) -> int:
         """Return a number for a copy of the client of a sampling session; drawn, so that it is new after a restart."""
         self.sampler(owner, sampler)
         return 1 + secrets.randbelow(999_999_999)
 
-    def sampler(self, owner: ServiceOwner, sampler: str) -> str:
+    def sampler(self, owner: Owner, sampler: str) -> str:
         """Return the weights of a sampling session: a path, a model, or "" for the base model."""
         self.check_session(owner, sampler.partition(":")[0])
         if sampler not in self._samplers:
             raise RefusedRequest(404, f"sampling session {sampler[:200]} not found")
         return self._samplers[sampler]
 
-    def _weights(self, owner: ServiceOwner, target: str, sampler: str) -> Snapshot | None:
+    def _weights(self, owner: Owner, target: str, sampler: str) -> Snapshot | None:
         """Return the snapshot that a sampling session of ``target`` samples from; None: the base model."""
         if not target:
             return None
@@ -701,7 +691,7 @@ class Service:
             )
         return tenant.inflight if named.inflight else named.snapshot
 
-    def sample(self, owner: ServiceOwner, request: wire.Sample) -> dict[str, object]:
+    def sample(self, owner: Owner, request: wire.Sample) -> dict[str, object]:
         """Begin to sample, and return the future."""
         if request.sampling_session_id is None or request.seq_id is None:
             raise RefusedRequest(400, "sampling_session_id and seq_id are needed")
@@ -737,7 +727,7 @@ class Service:
             self._sampling.pop(request_id, None)
             asyncio.get_running_loop().call_later(_KEPT_S, self._samples.pop, request_id, None)
 
-    async def _sampled(self, owner: ServiceOwner, request_id: str) -> Answered | None:
+    async def _sampled(self, owner: Owner, request_id: str) -> Answered | None:
         """Return a finished sample. One that a restart lost is 410: the SDK submits it again."""
         self.check_session(owner, request_id.partition(":")[0])
         if request_id not in self._samples:
@@ -749,7 +739,7 @@ class Service:
         asyncio.get_running_loop().call_later(_FETCHED_S, self._samples.pop, request_id, None)
         return task.result()
 
-    def cancel(self, owner: ServiceOwner, request_id: str) -> None:
+    def cancel(self, owner: Owner, request_id: str) -> None:
         """Stop a sample. Calls of training are not cancelled: those after them count on them."""
         self.check_session(owner, request_id.partition(":")[0])
         if ":train:" not in request_id and (found := self._samples.pop(request_id, None)):

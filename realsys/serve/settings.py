@@ -36,13 +36,17 @@ class Owner(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     key              what its calls have in the header X-API-Key
     models           tenants that it may have at a time
     tokens_per_call  tokens of one call, prompts and completions together
-    calls_waiting    calls that have no result yet
+    calls_waiting    calls of a model that have no result yet
+    samples          prompts that are being sampled
+    name             of the entry; no field of the file
     """
 
     key: _Key
     models: _Positive = 4
     tokens_per_call: _Positive = 1_000_000
     calls_waiting: _Positive = 64
+    samples: _Positive = 8192
+    name: str = ""
 
 
 _Owners = Annotated[dict[_Name, Owner], msgspec.Meta(min_length=1)]
@@ -97,6 +101,8 @@ def read_owners(path: Path) -> dict[str, Owner]:
 
 def _check_keys(owners: dict[str, Owner]) -> None:
     """Raise ValueError if two owners have the same key."""
+    if named := [name for name, owner in owners.items() if owner.name]:
+        raise ValueError(f"{named[0]} has a field name: an owner is called as its entry")
     by_key: dict[str, str] = {}
     for name, owner in owners.items():
         if (other := by_key.setdefault(owner.key, name)) != name:

@@ -21,6 +21,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 
 from realsys.algorithm.balance import CostFunction
@@ -45,7 +46,7 @@ from realsys.model_calls import ReadRequest
 from realsys.model_files.config_json import read_model
 from realsys.serve.contract import Adam, CallRefused, ClientRow, Passed, Sampled, Sampling, Snapshot
 from realsys.serve.routes import serve as serve_http
-from realsys.serve.service import Service, ServiceOwner, ServiceSettings
+from realsys.serve.service import Service, ServiceSettings
 from realsys.serve.settings import read_settings
 from realsys.train.checkpoint import checkpoint_files as files
 from realsys.train.checkpoint.checkpoint_files import CHECKPOINT, CheckpointState
@@ -298,10 +299,7 @@ async def serve(parts: MasterParts, ctx: WorkerContext, stop: asyncio.Event) -> 
         attn={"qkv", "proj"} <= targets,
         mlp={"gate_up", "down"} <= targets,
         checkpoint_every=stored.checkpoint_every,
-        owners=tuple(
-            ServiceOwner(name, one.key, one.models, one.calls_waiting, one.tokens_per_call)
-            for name, one in stored.owners.items()
-        ),
+        owners=tuple(msgspec.structs.replace(owner, name=name) for name, owner in stored.owners.items()),
     )
     trainer = RankTrainer(
         config,

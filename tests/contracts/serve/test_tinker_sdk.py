@@ -12,7 +12,8 @@ import pytest
 from realsys.errors import ConfigError
 from realsys.serve.journal import audit
 from realsys.serve.routes import serve
-from realsys.serve.service import Service, ServiceOwner
+from realsys.serve.service import Service
+from realsys.serve.settings import Owner
 from tests.support.needs import need_package
 from tests.support.serve.numpy_ranks import NumpySampler, NumpyTrainer, log_softmax
 from tests.support.serve.tinker_calls import SETTINGS
@@ -22,7 +23,7 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore::pytest.PytestUnraisableExceptionWarning", "ignore::ResourceWarning", "ignore::RuntimeWarning"
 )
 
-OWNERS = (ServiceOwner("a", "tml-a", tokens_per_call=24), ServiceOwner("b", "tml-b"))
+OWNERS = (Owner("tml-a", name="a", tokens_per_call=24), Owner("tml-b", name="b"))
 
 
 class Server:

@@ -8,7 +8,8 @@ import msgspec
 import numpy as np
 
 from realsys.serve import wire
-from realsys.serve.service import Service, ServiceOwner, ServiceSettings
+from realsys.serve.service import Service, ServiceSettings
+from realsys.serve.settings import Owner
 from tests.support.serve.numpy_ranks import VOCAB, Killed, NumpySampler, NumpyTrainer
 
 SETTINGS = ServiceSettings(base_model="tiny", lora_rank=4, vocab=VOCAB, longest=16, checkpoint_every=2)
@@ -50,7 +51,7 @@ def json_call(kind, model, seq, /, **fields):
 class Client:
     """One owner's view of a service."""
 
-    def __init__(self, service: Service, owner: ServiceOwner | None = None) -> None:
+    def __init__(self, service: Service, owner: Owner | None = None) -> None:
         self.service = service
         self.owner = owner or service.owner("")
 

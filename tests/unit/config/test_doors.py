@@ -1,10 +1,14 @@
 """Every door refuses what cannot be used with one line and exit code 2, before anything starts."""
 
+import ast
 import importlib
+import importlib.util
 import sys
+from pathlib import Path
 
 import pytest
 
+from realsys.config import doors
 from realsys.launch.cli import main
 from tests.support.data.data_rows import FEW_ROWS
 
@@ -147,3 +151,17 @@ def test_class_without_the_methods_is_one_line(field, modules, capsys):
 def test_code_that_exits_is_one_line(field, modules, capsys):
     line = refusal(modules, capsys, f"{field}=door_user:{EXITING[field]}")
     assert field in line and "SystemExit: 3" in line
+
+
+def _kind(door):
+    return door.kind
+
+
+@pytest.mark.parametrize("door", [each for each in vars(doors).values() if isinstance(each, doors.Door)], ids=_kind)
+def test_builtin_names_stand_for_code_that_exists(door):
+    for name, target in door.builtin.items():
+        module, _, attribute = target.partition(":")
+        spec = importlib.util.find_spec(module)
+        assert spec is not None and spec.origin is not None, f"{door.field}={name}: {module} is not there"
+        tree = ast.parse(Path(spec.origin).read_text("utf-8"))
+        assert attribute in {getattr(node, "name", None) for node in tree.body}, f"{door.field}={name}: {target}"

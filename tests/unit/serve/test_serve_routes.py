@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from realsys.serve import routes
-from realsys.serve.service import ServiceOwner
+from realsys.serve.settings import Owner
 from tests.support.needs import need_package
 from tests.support.serve.tinker_calls import SETTINGS, serving
 
@@ -38,7 +38,7 @@ async def post(app, path, body, key=b"tml-a", length=None):
 
 
 def test_refusals_have_their_status(tmp_path):
-    settings = msgspec.structs.replace(SETTINGS, owners=(ServiceOwner("a", "tml-a"),))
+    settings = msgspec.structs.replace(SETTINGS, owners=(Owner("tml-a", name="a"),))
 
     async def scenario():
         async with serving(tmp_path, settings) as service:

@@ -11,7 +11,7 @@ import pytest
 from realsys.cluster.http_server import RefusedRequest
 from realsys.serve import wire
 from realsys.serve.journal import TenantJournal, audit
-from realsys.serve.service import ServiceOwner
+from realsys.serve.settings import Owner
 from tests.support.needs import need_package
 from tests.support.serve.numpy_ranks import Killed, NumpyTrainer
 from tests.support.serve.tinker_calls import SETTINGS, Client, json_call, passing, serving, stepping
@@ -323,7 +323,7 @@ def test_lost_sample_is_410_after_a_restart(tmp_path):
 
 
 def test_key_sees_only_its_own(tmp_path, monkeypatch):
-    owners = (ServiceOwner("a", "tml-a", models=1), ServiceOwner("b", "tml-b"))
+    owners = (Owner("tml-a", name="a", models=1), Owner("tml-b", name="b"))
 
     async def scenario():
         async with serving(tmp_path, msgspec.structs.replace(SETTINGS, owners=owners)) as service:
@@ -366,7 +366,7 @@ def test_key_sees_only_its_own(tmp_path, monkeypatch):
 
 
 def test_too_many_waiting_calls_are_429(tmp_path):
-    settings = msgspec.structs.replace(SETTINGS, owners=(ServiceOwner("a", "k", waiting=2, tokens_per_call=5),))
+    settings = msgspec.structs.replace(SETTINGS, owners=(Owner("k", name="a", calls_waiting=2, tokens_per_call=5),))
 
     async def scenario():
         async with serving(tmp_path, settings) as service:
