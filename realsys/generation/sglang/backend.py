@@ -193,6 +193,6 @@ def _launch(model_path: Path, config: Config, index: int, span: NodeSpan, tokeni
         shared=config.cluster.share_gpus or allocation.is_lent(index),
         lent=allocation.is_lent(index),
         receives=config.weights.transport == "group",
-        adapters=_matrices(config.train.lora) if config.is_service else (),
+        adapters=_matrices(config.train.lora) if config.is_service and config.train.lora.rank else (),
         adapter_rank=config.train.lora.rank,
     )
