@@ -237,6 +237,7 @@ class ChildEngine:
         sent, held = self._traffic.open_completions()
         max_running = load.running or sent
         running = min(sent, max_running)
+        asleep = SLEEP in self._traffic.holds  # then the engine's last report may be from before
         return ServerInfo(
             backend=self._name.lower(),
             weight_version=str(self.version),
@@ -245,7 +246,7 @@ class ChildEngine:
             max_queued=self._limits.capacity - max_running,
             running=running,
             queued=sent - running + held,
-            kv_tokens=load.used,
+            kv_tokens=0 if asleep else load.used,
             kv_capacity=load.capacity,
             generated_tokens=self._traffic.tokens,
             steps=0,

@@ -139,8 +139,8 @@ def reporting(running: Running, reports: bool) -> Iterator[None]:
 
 def _reset(engine: ChildEngine, versions: Versions) -> str:
     try:
-        for call in (engine.abort_all(), engine.resume()):
-            call.result(BOUND_S)
+        for call in (engine.abort_all, engine.wake, engine.resume):
+            call().result(BOUND_S)
         back = engine.update(str(versions.paths[0]), 0).result(BOUND_S)
     except GenerationError as error:
         return str(error)

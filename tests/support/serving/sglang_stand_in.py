@@ -51,8 +51,11 @@ class Handler(BaseHTTPRequestHandler):
             self.close_connection = True
 
     def do_GET(self) -> None:
-        samples = self.path == "/health_generate" and not self.state.hangs
-        self._reply({}, 200 if self.path == "/health" or samples else 503)
+        if self.path.startswith("/v1/loads"):  # while it is paused, SGLang's own report is from before, too
+            self._reply({"loads": [{"num_used_tokens": 6, "max_total_num_tokens": 100}]})
+        else:
+            samples = self.path == "/health_generate" and not self.state.hangs
+            self._reply({}, 200 if self.path == "/health" or samples else 503)
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))

@@ -184,10 +184,11 @@ def test_sleep_holds_requests_until_weights_are_loaded(make, flags):
     engine, _ = make(*flags)
     running = engine.generate("a", [5], STALLING)
     engine.snapshot("a", 0).result(WAIT_S)
+    assert engine.info().result(WAIT_S).kv_tokens == 6
     engine.sleep().result(WAIT_S)
     engine.sleep().result(WAIT_S)
     info = engine.info().result(WAIT_S)
-    assert (info.paused, info.running, info.queued, engine.version) == (True, 0, 1, -1)
+    assert (info.paused, info.running, info.queued, info.kv_tokens, engine.version) == (True, 0, 1, 0, -1)
     engine.resume().result(WAIT_S)
     refused = engine.update("/weights/v7", 7).result(WAIT_S)
     assert not refused.success and "wake it first" in refused.message
