@@ -457,8 +457,8 @@ class ManagerState:
     def schedule(self, request: m.ScheduleRequest, now: float) -> m.ScheduleReply:
         """Choose a server and reserve a place on it. A failure that it reports is counted first.
 
-        Raises NotRunning for an attempt that is over, BadCall for a policy that is not pinned, NoServer if no server
-        may take the request now.
+        Raises NotRunning for an attempt that is over, BadCall for a policy that is not pinned while others are, and
+        NoServer if no server may take the request now, or before the first pin.
         """
         for ticket_id, number, call in request.released:
             if self.running_attempt(ticket_id, number) is not None:  # else the places are those of a later attempt
@@ -470,7 +470,9 @@ class ManagerState:
         pins = self.evaluations.pins
         pin = pins.get(request.policy)
         if request.policy and pin is None and not request.or_trained:
-            raise BadCall(f"policy {request.policy!r} is not pinned: {', '.join(sorted(pins)) or 'none'} is")
+            if not pins:  # agents run before a training loop pins its first version
+                raise NoServer(f"policy {request.policy!r} is not pinned, and no other one is")
+            raise BadCall(f"policy {request.policy!r} is not pinned: {', '.join(sorted(pins))} is")
         minimum = pin or self._minimum(attempt)
         held = self.reservations.get(request.ticket_id, request.call)
         if request.failed_server is not None and held is not None and held.server == request.failed_server:

@@ -135,13 +135,18 @@ class Alternating:
 def test_episode_plays_trained_against_pinned(tmp_path, versions):
     async def scenario(world):
         await world.published(0, range(3))
+        ticket = msgspec.structs.replace(await world.ticket(), n=1)
+        call = EngineCall(ticket, "8.8", PROMPT, SPEC, 0, policy="opponent")
+        early = asyncio.create_task(world.engine.generate(call))
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(asyncio.shield(early), 0.5)
         assert (await world.client.pin(PinRequest("opponent"))).version == 0
+        assert [completion.policy for completion in await early] == ["opponent"]
         keeper = await world.keeper()
         others = {0, 1, 2} - {keeper}
         await world.published(2, others)
         agent = Alternating(world)
         player = GroupPlayer(agent, world.engine, SPEC, 10**6)
-        ticket = msgspec.structs.replace(await world.ticket(), n=1)
         [episode] = (await player.play(ticket, Prompt("", "", PROMPT))).ended
         assert all(set(sampled) == {0} for sampled in agent.versions["opponent"])
         trained = [version for sampled in agent.versions[""] for version in sampled]

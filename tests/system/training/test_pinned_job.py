@@ -25,10 +25,8 @@ SETTINGS = [
     "checkpoint.every_steps=2",
     "generation.embedded.context_length=320",
 ]
-#: fails if a token of the opponent would be trained; waits until the name is pinned
+#: fails if a token of the opponent would be trained
 ALTERNATING = """
-import asyncio
-from realsys.errors import StreamError
 from realsys.rollout.episodes import RowBuilder
 from realsys.types import Episode
 
@@ -44,7 +42,7 @@ class Alternating:
         row, own, versions = RowBuilder(task.prompt.ids), 0, []
         for number in range(4):
             if number % 2:
-                theirs = await self.opponent(session, row.tokens)
+                theirs = await session.generate(row.tokens, policy="opponent")  # waits for the first pin
                 versions += theirs.versions.tolist()
                 row.completion(theirs)
             else:
@@ -55,16 +53,6 @@ class Alternating:
         judgement = await self.parts.environment.judge(task, self.parts.response(mine))
         metrics = {"opponent_oldest": float(min(versions)), "opponent_newest": float(max(versions))}
         return Episode([row.row()], judgement.reward, judgement.correct, metrics)
-
-    async def opponent(self, session, tokens):
-        for _ in range(600):
-            try:
-                return await session.generate(tokens, policy="opponent")
-            except StreamError as error:
-                if "is not pinned" not in str(error):
-                    raise
-                await asyncio.sleep(0.1)
-        raise AssertionError("never pinned")
 """
 
 
