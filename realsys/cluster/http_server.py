@@ -191,7 +191,7 @@ class Guard:
             return
         try:
             digest = self._admit(scope)
-            with self._room(_declared(scope)):
+            with self._room(declared(scope)):
                 body = await self._read(scope, receive, digest)
                 if body is None:
                     return  # the caller closed the connection
@@ -229,7 +229,7 @@ class Guard:
         A body is refused as soon as it is known to be too large, and if it is not the one that was signed.
         """
         limit = 0 if scope["method"] in SAFE else self._max_body
-        if _declared(scope) > limit:
+        if declared(scope) > limit:
             raise self._too_large(scope, limit)
         body, seen = bytearray(), hashlib.sha256()
         while True:
@@ -375,7 +375,7 @@ def _header(scope: Scope, name: bytes) -> bytes:
     return next((bytes(value) for key, value in headers if key == name), b"")
 
 
-def _declared(scope: Scope) -> int:
+def declared(scope: Scope) -> int:
     """Return the size of the body that the request declares, 0 if it does not."""
     declared = _header(scope, b"content-length")
     return int(declared[:20]) if declared.isdigit() else 0

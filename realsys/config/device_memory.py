@@ -39,6 +39,7 @@ LIBRARIES, COMMUNICATOR = GIB, 2 * GIB // 5
 #: communicators of a rank by the number of axes of its layout with several ranks: one for each axis and all ranks,
 #: with three axes also those of a stage and of a data rank (``realsys.train.megatron.mesh``)
 _COMMUNICATORS = (0, 1, 3, 6)
+MOST_ADAPTERS = 8  # that a server of a training service has loaded; an embedded engine for each
 _STORED_TOKEN = 16  # bytes of token, log-prob and random number of a position in the embedded engine
 _SAMPLED = 4  # fp32 tensors over the vocabulary that sampling holds per sequence
 _TORCH_PROCESS = 600 << 20  # resident memory of a process that has imported torch and Megatron
@@ -210,7 +211,8 @@ def server_use(config: Config, allocation: Allocation, *, on_gpu: bool) -> Devic
     """Return the use of each device of a server, of those that use devices in turn if there are any. Raises ModelError.
 
     The embedded engine allocates its whole cache at start: max_running + cache_rows + 1 rows of the longest sequence,
-    2 layers kv_heads head_dim w bytes per position. Any other engine is counted with the cache of one sequence, its
+    2 layers kv_heads head_dim w bytes per position. For ``realsys serve`` there is an engine for each adapter, too.
+    Any other engine is counted with the cache of one sequence, its
     least, on the GPU that has most of the model.
     """
     model, last = model_of(config), allocation.inference.data - 1
@@ -229,10 +231,12 @@ def server_use(config: Config, allocation: Allocation, *, on_gpu: bool) -> Devic
         cache = longest * position * fullest.layers // (model.layers * sizes.tensor)
         return DeviceUse(owner, weights, cache=cache, libraries=libraries, waiting=waiting)
     embedded = config.generation.embedded
+    engines = 1 + MOST_ADAPTERS if config.is_service else 1
     weights += _head_copy(config, model, on_gpu)
     sampling = _SAMPLED * FP32 * embedded.max_running * model.vocab
     rows = embedded.max_running + embedded.cache_rows + 1
     cache = rows * row_bytes(config, model) + embedded.max_running * _context(config) * _STORED_TOKEN
+    weights, sampling, cache = engines * weights, engines * sampling, engines * cache
     return DeviceUse(owner, weights, head=sampling, cache=cache, libraries=libraries, waiting=waiting)
 
 

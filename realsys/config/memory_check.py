@@ -17,6 +17,7 @@ from realsys.config.backend_rules import GPU_SHARE, BackendRules, sizes_of
 from realsys.config.dataflow import Dataflow, dataflow_of
 from realsys.config.device_memory import (
     GIB,
+    MOST_ADAPTERS,
     DeviceUse,
     HostUse,
     OnHost,
@@ -185,7 +186,7 @@ def _running_that_fit(config: Config, missing: int) -> int:
     """Return how many sequences the embedded engine may run. ``missing``: bytes that are left, negative."""
     embedded, model = config.generation.embedded, model_of(config)
     row = (embedded.context_length or longest_sequence(config)) * (cache_bytes(config, model) + 16) + 16 * model.vocab
-    return embedded.max_running + missing // row
+    return embedded.max_running + missing // (row * (1 + MOST_ADAPTERS if config.is_service else 1))
 
 
 def _check_host(config: Config, place: Place) -> None:

@@ -108,8 +108,8 @@ class TenantJournal:
 
     def __init__(self, path: Path) -> None:
         """Open or create the file; a torn tail is cut. Raises LedgerError."""
-        self._journal: Journal[Record | Compacted] = Journal(path, _decode)
-        self._compactor = Compactor(self._journal, _COMPACT_ABOVE)
+        self._path = path
+        self._open()
         self._lock = asyncio.Lock()
         self._appended = 0
         self._durable = 0
@@ -120,6 +120,8 @@ class TenantJournal:
 
     def append(self, *records: Record) -> None:
         """Write records: they survive the death of this process. Raises LedgerError."""
+        if self._closed:
+            self._open()
         self._journal.append(records)
         self._appended += 1
 
@@ -137,14 +139,21 @@ class TenantJournal:
         """True when it is time for a checkpoint, after which ``compact`` drops what came before."""
         return self._compactor.due
 
-    async def compact(self, state: Compacted) -> None:
-        """Replace a large file by ``state``, which is that after the last record."""
-        if self.is_large:
+    async def compact(self, state: Compacted, *, small: bool = False) -> None:
+        """Replace a large file, or also a small one, by ``state``, which is that after the last record."""
+        if small or self.is_large:
             records = self._journal.records
             await self._compactor.compact(lambda: msgspec.structs.replace(state, records=records))
 
     def close(self) -> None:
+        """Close the file until something is appended."""
         self._journal.close()
+        self._closed = True
+
+    def _open(self) -> None:
+        self._journal: Journal[Record | Compacted] = Journal(self._path, _decode)
+        self._compactor = Compactor(self._journal, _COMPACT_ABOVE)
+        self._closed = False
 
 
 def read(path: Path) -> Iterable[Record | Compacted]:

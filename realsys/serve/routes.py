@@ -18,7 +18,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from realsys.cluster.aio import run_beside
-from realsys.cluster.http_server import Admission, Guard, HttpServer, RefusedRequest
+from realsys.cluster.http_server import Admission, Guard, HttpServer, RefusedRequest, declared
 from realsys.cluster.lease import CheckAlive, unleased
 from realsys.cluster.network import is_loopback
 from realsys.errors import MALFORMED, ConfigError
@@ -80,11 +80,11 @@ def app(service: Service, check_alive: CheckAlive = unleased) -> ASGIApp:
             return
         key = next((value for name, value in scope["headers"] if name == b"x-api-key"), b"")
         try:
-            scope["realsys.owner"] = service.owner(key.decode("latin-1"))
+            scope["realsys.owner"] = owner = service.owner(key.decode("latin-1"))
+            with service.body(owner, declared(scope)):
+                await guarded(scope, receive, send)
         except RefusedRequest as refused:
             await _error(refused)(scope, receive, send)
-        else:
-            await guarded(scope, receive, send)
 
     return with_key
 

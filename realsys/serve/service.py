@@ -23,7 +23,8 @@ import re
 import secrets
 import shutil
 import time
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,7 @@ _RESULTS = 256  # results that wait to be retrieved, after a checkpoint
 _AGAIN = 16  # newest results that may be asked for again after a checkpoint
 _FETCHED_S, _KEPT_S = 60.0, 900.0  # times that a sample is kept after it was fetched, and if it never is
 _SHOWN = 64  # models on the status page
+_OWNER_BYTES = 256 << 20  # bodies of an owner that arrive; and of a model that wait
 _AHEAD = 100_000  # calls that may be missing before one
 _SILENT_S = 60.0  # without a heartbeat of its session, a model makes room for another one of its owner
 _HEARTBEAT_S = 12.0  # the SDK sends one every 10 s
@@ -108,6 +110,7 @@ class Tenant:
         self.checkpoint: Checkpoint | None = None
         self.repeat: list[Called] = []  # by a restart, until the state is restored
         self.loaded = self.unloaded = self.has_gradients = False
+        self.dropped = False  # unloaded, and its journal has nothing but what remains
         self.tries = self.restores = 0  # of the call ``next``, without an end
         self.gap_since: float | None = None
         self.last_error = ""
@@ -133,6 +136,7 @@ class Tenant:
                 self.next, self.steps = record.next, record.steps
                 for kept in record.kept:
                     self._fold(kept)
+                self.dropped = self.unloaded
             case Called():
                 self.waiting[record.seq] = record
                 self.last_call = record.time
@@ -173,7 +177,8 @@ class Tenant:
         if record.error:
             self.last_error = msgspec.json.decode(record.payload)["error"]
         if call is not None and _has_changed(call, record):
-            self.has_gradients = call.kind == "forward_backward"
+            if not record.error:  # a refused step may have left the gradients
+                self.has_gradients = call.kind == "forward_backward"
             taken = call.kind == "optim_step" and not record.error
             self.steps, self.since_checkpoint = self.steps + taken, self.since_checkpoint + taken
         if len(self.results) > 2 * _RESULTS:
@@ -204,6 +209,7 @@ class Tenant:
         results = [msgspec.structs.replace(result, named=None) for result in self.results.values()]
         kept: list[Record] = [*self.names.values(), *results, *self.waiting.values()]
         kept += [self.checkpoint] if self.checkpoint else []
+        kept += [Unloaded()] if self.unloaded else []
         return Compacted(records=0, chain=0, next=self.next, steps=self.steps, kept=kept)
 
 
@@ -219,6 +225,7 @@ class Service:
         self._folder = folder
         self._sessions: dict[str, str] = {}  # session -> owner
         self._began = time.monotonic()
+        self._arriving: Counter[str] = Counter()  # owner -> bytes of requests that are being answered
         self._heard: dict[str, float] = {}  # session -> time of its last heartbeat
         self._samplers: dict[str, str] = {}  # sampling session -> path of weights, model, or "" for the base model
         self._samples: dict[str, tuple[str, asyncio.Task[Answered]]] = {}  # request -> owner, result
@@ -279,7 +286,12 @@ class Service:
     def _add(self, model_id: str) -> Tenant:
         tenant = Tenant(model_id, self._sessions[model_id.partition(":")[0]], self._folder)
         self.tenants[model_id] = tenant
-        self._turns.append(tenant)
+        needed = {named.folder for named in tenant.names.values()} | {getattr(tenant.checkpoint, "folder", "")}
+        self._trash += [each for each in tenant.folder.iterdir() if each.is_dir() and each.name not in needed]
+        if tenant.dropped:
+            tenant.journal.close()
+        else:
+            self._turns.append(tenant)
         self._samplers |= {name: model_id for name in tenant.names if not name.startswith("tinker:")}
         return tenant
 
@@ -477,10 +489,15 @@ class Service:
         if tenant.loaded:
             await self._trainer.drop(tenant.name)
         if tenant.checkpoint is not None:
-            self._trash.append(tenant.folder / tenant.checkpoint.folder)
+            await self._fresh(tenant, tenant.checkpoint.folder)
         tenant.names = {name: named for name, named in tenant.names.items() if name.startswith("tinker:")}
+        tenant.checkpoint, tenant.repeat = None, []
+        tenant.forget_results()
         self._turns.remove(tenant)
         tenant.loaded, self._keep_due = False, True
+        await tenant.journal.compact(tenant.state(), small=True)
+        await tenant.journal.synced()
+        tenant.journal.close()
 
     async def _clean(self) -> None:
         trash, self._trash, self._keep_due = self._trash, [], False
@@ -504,6 +521,18 @@ class Service:
         if not same:
             raise RefusedRequest(401, "X-API-Key: not a key of this service")
         return same[0]
+
+    @contextlib.contextmanager
+    def body(self, owner: Owner, size: int) -> Iterator[None]:
+        """Hold the ``size`` bytes of a request while it is answered."""
+        held = self._arriving[owner.name]
+        if held and held + size > _OWNER_BYTES:
+            raise RefusedRequest(429, f"{held} bytes of requests are being answered, the limit", retry_after_s=1)
+        self._arriving[owner.name] += size
+        try:
+            yield
+        finally:
+            self._arriving[owner.name] -= size
 
     async def create_session(self, owner: Owner) -> str:
         session = secrets.token_hex(8)
@@ -598,8 +627,12 @@ class Service:
         if not (0 if first else 1) <= seq <= tenant.next + _AHEAD:
             raise RefusedRequest(400, f"seq_id must be 1 to {tenant.next + _AHEAD}")
         if not (seq < tenant.next or seq in tenant.waiting or seq in tenant.skipped):
-            if len(tenant.waiting) >= owner.calls_waiting and seq != tenant.next:
-                raise RefusedRequest(429, f"{len(tenant.waiting)} calls of {model_id} wait, the limit", retry_after_s=1)
+            held = sum(len(call.payload) for call in tenant.waiting.values())
+            is_full = len(tenant.waiting) >= owner.calls_waiting or held + len(payload) > _OWNER_BYTES
+            if is_full and seq != tenant.next:
+                raise RefusedRequest(
+                    429, f"{len(tenant.waiting)} calls of {model_id} wait, {held} bytes: the limit", retry_after_s=1
+                )
             call = Called(seq, kind, payload, time.time())
             if kind == "create_model":
                 tenant.seed = _seed(payload)

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from realsys.config.device_memory import MOST_ADAPTERS
 from realsys.errors import GenerationError, RealsysError, ServerBusy
 from realsys.generation.backend import WriteAdapters
 from realsys.generation.protocol import AdapterWeights
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-MOST_ADAPTERS = 8  # vLLM makes room for so many in a batch, whether they are there or not
 WAIT_S = 60.0  # time for which a request waits while all adapters that are loaded have requests
 _LOAD_TIMEOUT_S = 120.0
 

@@ -28,6 +28,7 @@ from typing import Any
 
 import msgspec
 
+from realsys.config.device_memory import MOST_ADAPTERS
 from realsys.errors import GenerationError, RealsysError, ServerBusy
 from realsys.generation.backend import ReadVersion, RequestSnapshot, Staged
 from realsys.generation.completion import EMPTY, Completion
@@ -37,7 +38,6 @@ from realsys.generation.threaded import join
 
 _log = logging.getLogger(__name__)
 
-MOST_ADAPTERS = 8  # each is a copy of a model that is small enough for this engine
 WAIT_S = 60.0  # time for which a request waits while all adapters that are loaded have requests
 _STOPPING = "the server is stopping"
 #: numbers of /server_info that are sums over all engines: those of now, and those since the start

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from realsys.config.backend_rules import STATIC_SHARE, command_line_flags
+from realsys.config.device_memory import MOST_ADAPTERS
 from realsys.errors import GenerationError
 from realsys.generation.backend import ONE_NODE, NodeSpan
-from realsys.generation.child.adapters import MOST_ADAPTERS
 from realsys.generation.child.contract import EngineApi, EngineLaunch
 from realsys.generation.child.process import LOOPBACK, EngineProcess, engine_environment
 from realsys.generation.sglang.api import SglangApi

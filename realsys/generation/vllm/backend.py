@@ -16,12 +16,12 @@ from realsys.config.backend_rules import (
     command_line_flags,
     named_options,
 )
+from realsys.config.device_memory import MOST_ADAPTERS
 from realsys.config.machine import Machine, NodeDevices
 from realsys.config.schema import Config, SamplingConfig
 from realsys.config.trial_sizes import longest_sequence
 from realsys.errors import ConfigError
 from realsys.generation.backend import Backend, Change, EngineParts, Materialise, WriteAdapters
-from realsys.generation.child.adapters import MOST_ADAPTERS
 from realsys.generation.child.contract import EngineApi, EngineLaunch
 from realsys.generation.child.engine import MAX_ANSWERS, ChildEngine, build_child_engine, tokenizer_of
 from realsys.generation.child.process import LOOPBACK, engine_environment

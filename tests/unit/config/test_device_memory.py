@@ -124,6 +124,9 @@ def test_embedded_server_allocates_its_whole_cache(tmp_path):
     use = server_use(config, parse_allocation("serve.d1+d1"), on_gpu=True)
     assert use.cache == 65 * 28672 * 57344 + 64 * 28672 * 16
     assert (use.weights, use.libraries) == (2 * read_model(tmp_path / "7B").parameters, LIBRARIES)
+    service = config.model_copy(update={"train": config.train.model_copy(update={"loop": "serve"})})
+    served = server_use(service, parse_allocation("serve.d1+d1"), on_gpu=True)
+    assert (served.weights, served.cache, served.head) == (9 * use.weights, 9 * use.cache, 9 * use.head)
 
 
 def test_other_servers_split_the_model(tmp_path):

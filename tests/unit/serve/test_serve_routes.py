@@ -37,6 +37,24 @@ async def post(app, path, body, key=b"tml-a", length=None):
     return sent[0]["status"], msgspec.json.decode(reply) if reply else None
 
 
+def test_bodies_of_an_owner_are_bounded_together(tmp_path, monkeypatch):
+    """Those of another owner arrive."""
+    settings = msgspec.structs.replace(SETTINGS, owners=(Owner("tml-a", name="a"), Owner("tml-b", name="b")))
+    monkeypatch.setattr("realsys.serve.service._OWNER_BYTES", 1000)
+
+    async def scenario():
+        async with serving(tmp_path, settings) as service:
+            app, owner = routes.app(service), service.owner("tml-a")
+            with service.body(owner, 900):
+                got, reply = await post(app, "create_session", b"{}", length=200)
+                assert got == 429 and "900 bytes of requests" in reply["detail"]
+                assert (await post(app, "create_session", b"{}"))[0] == 200
+                assert (await post(app, "create_session", b"{}" + b" " * 200, key=b"tml-b"))[0] == 200
+            assert (await post(app, "create_session", b"{}" + b" " * 2000))[0] == 200, "one alone may be larger"
+
+    asyncio.run(scenario())
+
+
 def test_refusals_have_their_status(tmp_path):
     settings = msgspec.structs.replace(SETTINGS, owners=(Owner("tml-a", name="a"),))
 

@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import secrets
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -66,6 +67,12 @@ def ids(monkeypatch):
     return count
 
 
+async def until(holds):
+    async with asyncio.timeout(30):
+        while not holds():  # noqa: ASYNC110 (the service has no event for it)
+            await asyncio.sleep(0.01)
+
+
 def expected_of(folder, monkeypatch):
     async def scenario():
         async with serving(folder) as service:
@@ -101,6 +108,30 @@ def test_every_call_that_kills_is_done_once(tmp_path, monkeypatch, compact_above
             asyncio.run(resumed(folder, NumpyTrainer(folder / "snapshots", kill_at=index)))
         assert asyncio.run(resumed(folder)) == (results, bits), calls[index]
         assert audit(folder / "service") == []
+
+
+def test_gradients_after_a_refused_step_survive_a_restart(tmp_path, ids, monkeypatch):
+    """Also if it is time for a checkpoint, which has no gradients."""
+    monkeypatch.setattr(TenantJournal, "is_large", True)
+
+    async def life(folder, seqs):
+        async with serving(folder) as service:
+            client = Client(service)
+            if not service._sessions:
+                await service.create_session(client.owner)
+            (session,) = service._sessions
+            model = await client.create(session)
+            calls = {
+                1: passing(model, 1, [1, 2, 3]),
+                2: stepping(model, 2, rate=-1.0),
+                3: passing(model, 3, [1], forward_only=True),  # begins when all of the call before it is done
+                4: stepping(model, 4),
+            }
+            return [await client.result(await client.call(model, seq, calls[seq])) for seq in seqs][-1]
+
+    whole = asyncio.run(life(tmp_path / "whole", (1, 2, 3, 4)))
+    asyncio.run(life(tmp_path / "cut", (1, 2, 3)))
+    assert asyncio.run(life(tmp_path / "cut", (4,))) == whole
 
 
 def test_run_that_is_killed_again_and_again_ends_alike(tmp_path, monkeypatch):
@@ -381,6 +412,60 @@ def test_too_many_waiting_calls_are_429(tmp_path):
             large = await client.call(model, 1, passing(model, 1, [1] * 8))
             assert "at most 5 tokens" in (await client.result(large))[1]
             await client.result(f"{model}:3")
+
+    asyncio.run(scenario())
+
+
+def test_waiting_bytes_of_a_model_are_bounded(tmp_path, monkeypatch):
+    async def scenario():
+        async with serving(tmp_path) as service:
+            client = Client(service)
+            model = await client.create(await service.create_session(client.owner))
+            await client.result(f"{model}:0")
+            call = passing(model, 1, [1] * 8)
+            monkeypatch.setattr("realsys.serve.service._OWNER_BYTES", 3 * len(call[1]) - 1)
+            for seq in (2, 3):
+                await client.call(model, seq, passing(model, seq, [1] * 8))
+            with pytest.raises(RefusedRequest, match="bytes: the limit") as refused:
+                await client.call(model, 4, passing(model, 4, [1] * 8))
+            assert refused.value.status == 429
+            await client.call(model, 1, call)  # those after it wait for it
+            await client.result(f"{model}:3")
+
+    asyncio.run(scenario())
+
+
+def test_unloaded_model_has_a_small_closed_journal(tmp_path):
+    """Weights with a name remain, and can be deleted, also after a restart."""
+
+    def files():
+        opened = (path.resolve() for path in Path("/proc/self/fd").iterdir())
+        return [path for path in opened if path.is_relative_to(tmp_path) and path.name == "journal"]
+
+    async def scenario():
+        async with serving(tmp_path) as service:
+            client = Client(service)
+            session = await service.create_session(client.owner)
+            model = await client.create(session)
+            for seq, call in run_of(model).items():
+                await client.result(await client.call(model, seq, call))
+            path = service.tenants[model].folder / "journal"
+            before = path.stat().st_size
+            await service.unload(client.owner, model)
+            await until(lambda: not service._turns)
+            other = await client.create(session, 1)
+            await client.result(f"{other}:0")
+            assert len(files()) == 2, "that of the sessions, and that of the other model"
+            assert path.stat().st_size < before / 2
+            assert [each.name for each in path.parent.glob("state-*")] == []
+        async with serving(tmp_path) as service:
+            assert len(files()) == 2
+            sampled, saved = list(service.tenants[model].names)  # the save was repeated
+            await service.delete(client.owner, model, saved.split("/", 3)[3])
+        async with serving(tmp_path) as service:
+            assert list(service.tenants[model].names) == [sampled] and service.tenants[model].unloaded
+            await until(lambda: not any(path.parent.glob("weights-*")))
+        assert audit(tmp_path / "service") == []
 
     asyncio.run(scenario())
 
