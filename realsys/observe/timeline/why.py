@@ -220,7 +220,7 @@ def _config(paths: TrialPaths) -> Config | None:
 
 #: name of a part -> what the trainer does in it
 PARTS: Mapping[str, str] = {
-    "wait": "the batch is not complete: the trainer waits for generation",
+    "wait": "the batch is not complete: the trainer waits for groups, or for rows of the data set",
     "switch": "a batch is ready, and the servers still use the devices that they share",
     "inference": "calls that compute log-probs, values and scores",
     "train": "calls that train",
