@@ -150,8 +150,7 @@ def summarise(
 ) -> Summary:
     """Return the results of a run as plain values; a number that was not measured is None."""
     totals = Totals.of(surviving_steps(paths.steps), since=started)
-    before, after = (number(totals.evals.get(when, {}), "accuracy") for when in ("before", "after"))
-    seconds, ends = totals.phase_seconds(ended), averaged_ends(totals.unbiased or totals.steps)
+    seconds, accuracy = totals.phase_seconds(ended), _accuracy(totals)
     training_seconds, tokens_now = seconds.get("train"), totals.answer_tokens_now
     return {
         "experiment": config.experiment,
@@ -163,15 +162,7 @@ def summarise(
         "allocation": config.allocation,
         "steps": totals.steps,
         "steps_since_start": totals.steps_now,  # as ``seconds``; the other numbers are of the whole trial
-        "accuracy": {
-            "before": before,
-            "after": after,
-            "gain": None if before is None or after is None else after - before,
-            "problems": number(totals.evals.get("after", totals.evals.get("before", {})), "problems"),
-            "train_first": mean((totals.first_unbiased or totals.first)[:ends], "accuracy"),
-            "train_last": mean(list(totals.last_unbiased or totals.last)[-ends:], "accuracy"),
-            "train_averaged": 0 if totals.unbiased == 1 else ends,  # steps at either end; 0: one step has no two ends
-        },
+        "accuracy": accuracy,
         "evaluations": [
             {key: record.get(key) for key in (*EVALUATION_KEYS, *(["loss"] if "loss" in record else []))}
             for record in totals.evals.values()
@@ -194,7 +185,7 @@ def summarise(
         },
         "without_signal": totals.without_signal,  # steps
         "verdict_failures": dict(totals.verdict_failures.most_common()),
-        "signal_warning": signal_warning(list(totals.last), config.train.ppo.advantage.mean, before),
+        "signal_warning": signal_warning(list(totals.last), config.train.ppo.advantage.mean, accuracy["before"]),
         "recoveries": totals.recoveries,
         "given_up": outcome.given_up,
         "restarts": [{"process": d.name, "how": d.how, "error": d.error, "time": d.time} for d in outcome.restarted],
@@ -241,6 +232,30 @@ def print_summary(console: Console, summary: Summary) -> None:
         console.print(line, highlight=False, soft_wrap=True, markup=False)
 
 
+def _accuracy(totals: Totals) -> dict[str, Any]:
+    before, after = (number(totals.evals.get(when, {}), "accuracy") for when in ("before", "after"))
+    ends = averaged_ends(totals.unbiased or totals.steps)
+    return {
+        "before": before,
+        "after": after,
+        "gain": None if before is None or after is None else after - before,
+        "problems": number(totals.evals.get("after", totals.evals.get("before", {})), "problems"),
+        "train_first": mean((totals.first_unbiased or totals.first)[:ends], "accuracy"),
+        "train_last": mean(list(totals.last_unbiased or totals.last)[-ends:], "accuracy"),
+        "train_averaged": 0 if totals.unbiased == 1 else ends,  # steps at either end; 0: one step has no two ends
+    }
+
+
+def _staleness(staleness: Mapping[str, Any]) -> str:
+    bound = staleness.get("max_staleness", staleness.get("eta"))  # its name in older summaries
+    stale = (
+        f"mean {fmt(staleness['mean'], '.2f')}, max {fmt(staleness['max'], '.0f')}, bound {bound} when a group starts"
+    )
+    wasted = f", {percent(share)} of the sampled tokens" if (share := staleness.get("tokens_too_old")) else ""
+    filtered = f", {staleness['filtered']} filtered out" if staleness["filtered"] else ""
+    return f"{stale}; {staleness['dropped']} groups dropped as too old{wasted}{filtered}"
+
+
 def _facts(summary: Summary) -> Iterator[tuple[str, str]]:
     """Yield (name, text) of every number that was measured; a name occurs once."""
     accuracy, seconds, staleness = summary["accuracy"], summary["seconds"], summary["staleness"]
@@ -278,13 +293,8 @@ def _facts(summary: Summary) -> Iterator[tuple[str, str]]:
             "tokens/s",
             f"{fmt(tokens['end_to_end_per_s'], ',.0f')} end to end, {fmt(tokens['train_per_s'], ',.0f')} in training",
         )
-        stale = f"mean {fmt(staleness['mean'], '.2f')}, max {fmt(staleness['max'], '.0f')}"
-        bound = staleness.get("max_staleness", staleness.get("eta"))  # its name in older summaries
-        stale += f", bound {bound} when a group starts"
-        filtered = f", {staleness['filtered']} filtered out" if staleness["filtered"] else ""
-        wasted = f", {percent(share)} of the sampled tokens" if (share := staleness.get("tokens_too_old")) else ""
         if staleness["mean"] is not None:
-            yield "staleness", f"{stale}; {staleness['dropped']} groups dropped as too old{wasted}{filtered}"
+            yield "staleness", _staleness(staleness)
     if idle := summary.get("without_signal"):
         cause = "every advantage was 0, as when all answers to a prompt get the same reward"
         yield "no signal", f"{idle} of {summary['steps']} steps: {cause}"

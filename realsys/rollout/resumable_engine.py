@@ -206,6 +206,16 @@ class ResumableEngine:
         """Discard the ended calls of an attempt that is over: its end releases all its reservations."""
         self._ended.pop((ticket.ticket_id, ticket.attempt), None)
 
+    def _take_ended(self) -> list[tuple[str, int, str]]:
+        """Return ended calls, as many as one request may name, and forget them."""
+        taken: list[tuple[str, int, str]] = []
+        while self._ended and len(taken) < MOST_RELEASED:
+            attempt, calls = next(iter(self._ended.items()))
+            taken.append((*attempt, calls.pop()))
+            if not calls:
+                del self._ended[attempt]
+        return taken
+
     async def _generate(self, call: EngineCall, completions: list[_PartialCompletion]) -> list[Completion]:
         prefix = prefix_hashes(call.token_ids)
         trouble: _Trouble | None = None  # trouble of the last trip
@@ -232,14 +242,7 @@ class ResumableEngine:
                 policy=call.policy,
                 or_trained=call.or_trained,
             )
-            # as many as one request may name
-            taken: list[tuple[str, int, str]] = []
-            while self._ended and len(taken) < MOST_RELEASED:
-                attempt, calls = next(iter(self._ended.items()))
-                taken.append((*attempt, calls.pop()))
-                if not calls:
-                    del self._ended[attempt]
-            request.released = taken
+            request.released = self._take_ended()
             with span("route", f"{call.ticket.unit}/{call.name.partition('.')[0]}"):
                 place = await self._manager.schedule(request)
             pin = (place.policy, place.version if place.policy else 0)

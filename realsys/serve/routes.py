@@ -72,7 +72,7 @@ def app(service: Service, check_alive: CheckAlive = unleased) -> ASGIApp:
 
         return Route("/api/v1/" + path, answer, methods=[method])
 
-    routes = Starlette(routes=[route(*row) for row in _table(service)])
+    routes = Starlette(routes=[route(*row) for row in _Routes(service).table()])
     guarded = Guard(routes, Admission(None, (), check_alive), max_body=MAX_BODY, error=lambda why: {"detail": why})
 
     async def with_key(scope: Scope, receive: Receive, send: Send) -> None:
@@ -115,11 +115,44 @@ class _Ids(msgspec.Struct):
     sampling_session_id: str = ""
 
 
-def _table(service: Service) -> list[tuple[Any, ...]]:
-    """Return path, endpoint and method of each route."""
-    served = service.settings
+class _Routes:
+    """An endpoint for each route, or for several of a kind."""
 
-    async def constant(owner: Owner, request: Request) -> object:
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._served = service.settings
+
+    def table(self) -> list[tuple[Any, ...]]:
+        """Return path, endpoint and method of each route."""
+        return [
+            ("healthz", self.constant, "GET"),
+            ("get_server_capabilities", self.constant, "GET"),
+            ("client/config", self.constant),
+            ("client/dynamic_config", self.constant),
+            ("telemetry", self.constant),
+            ("create_session", self.create_session),
+            ("session_heartbeat", self.heartbeat),
+            ("sessions/{session}/finish", self.finish),
+            ("create_model", self.create_model),
+            ("get_info", self.get_info),
+            ("unload_model", self.unload),
+            ("forward_backward", self.forward_backward),
+            ("optim_step", self.training),
+            ("save_weights", self.training),
+            ("save_weights_for_sampler", self.training),
+            ("load_weights", self.load_weights),
+            ("retrieve_future", self.retrieve),
+            ("cancel_future", self.cancel),
+            ("create_sampling_session", self.create_sampler),
+            ("join_sampling_session", self.join_sampler),
+            ("samplers/{sampler}", self.get_sampler, "GET"),
+            ("asample", self.asample),
+            ("training_runs/{model}", self.training_run, "GET"),
+            ("training_runs/{model}/checkpoints", self.checkpoints, "GET"),
+            ("training_runs/{model}/checkpoints/{name:path}", self.delete, "DELETE"),
+        ]
+
+    async def constant(self, owner: Owner, request: Request) -> object:
         return {
             "healthz": {"status": "ok"},
             "telemetry": {"status": "accepted"},
@@ -128,8 +161,8 @@ def _table(service: Service) -> list[tuple[Any, ...]]:
             "get_server_capabilities": {
                 "supported_models": [
                     {
-                        "model_name": served.base_model,
-                        "max_context_length": served.longest,
+                        "model_name": self._served.base_model,
+                        "max_context_length": self._served.longest,
                         "trainable": True,
                         "sampleable": True,
                     }
@@ -137,90 +170,90 @@ def _table(service: Service) -> list[tuple[Any, ...]]:
             },
         }[request.url.path.rpartition("/")[2]]
 
-    async def create_session(owner: Owner, request: Request) -> object:
-        return {"type": "create_session", "session_id": await service.create_session(owner)}
+    async def create_session(self, owner: Owner, request: Request) -> object:
+        return {"type": "create_session", "session_id": await self._service.create_session(owner)}
 
-    async def heartbeat(owner: Owner, request: Request) -> object:
-        service.heartbeat(owner, (await _body(request, _Ids)).session_id)
+    async def heartbeat(self, owner: Owner, request: Request) -> object:
+        self._service.heartbeat(owner, (await _body(request, _Ids)).session_id)
         return {"type": "session_heartbeat"}
 
-    async def finish(owner: Owner, request: Request) -> object:
-        await service.finish_session(owner, request.path_params["session"])
+    async def finish(self, owner: Owner, request: Request) -> object:
+        await self._service.finish_session(owner, request.path_params["session"])
         return Response(status_code=204)
 
-    async def create_model(owner: Owner, request: Request) -> object:
-        return await service.create_model(owner, await _body(request, wire.CreateModel))
+    async def create_model(self, owner: Owner, request: Request) -> object:
+        return await self._service.create_model(owner, await _body(request, wire.CreateModel))
 
-    async def get_info(owner: Owner, request: Request) -> object:
-        model = service.model(owner, (await _body(request, _Ids)).model_id)
-        data = {"model_name": served.base_model, "tokenizer_id": served.tokenizer or None}
+    async def get_info(self, owner: Owner, request: Request) -> object:
+        model = self._service.model(owner, (await _body(request, _Ids)).model_id)
+        data = {"model_name": self._served.base_model, "tokenizer_id": self._served.tokenizer or None}
         return {
-            "type": "get_info", "model_data": data, "model_id": model.id, "model_name": served.base_model,
-            "is_lora": True, "lora_rank": served.lora_rank,
+            "type": "get_info", "model_data": data, "model_id": model.id, "model_name": self._served.base_model,
+            "is_lora": True, "lora_rank": self._served.lora_rank,
         }  # fmt: skip
 
-    async def unload(owner: Owner, request: Request) -> object:
+    async def unload(self, owner: Owner, request: Request) -> object:
         model_id = (await _body(request, _Ids)).model_id
-        await service.unload(owner, model_id)
+        await self._service.unload(owner, model_id)
         return {"type": "unload_model", "model_id": model_id}
 
-    async def forward_backward(owner: Owner, request: Request) -> object:
+    async def forward_backward(self, owner: Owner, request: Request) -> object:
         def parse(raw: bytes) -> tuple[str, int, str, bytes]:
             body = wire.inflate(raw, request.headers.get("content-encoding", ""), MAX_BODY)
             message = wire.forward_backward_request(body)
             return message.model_id, message.seq_id, "forward" if message.forward_only else "forward_backward", body
 
-        return await service.accept(owner, *await asyncio.to_thread(parse, await request.body()))
+        return await self._service.accept(owner, *await asyncio.to_thread(parse, await request.body()))
 
-    async def training(owner: Owner, request: Request) -> object:
+    async def training(self, owner: Owner, request: Request) -> object:
         kind = request.url.path.rpartition("/")[2]
         types: dict[str, Any] = {
             "optim_step": wire.OptimStep, "save_weights": wire.SaveWeights,
             "save_weights_for_sampler": wire.SaveForSampler,
         }  # fmt: skip
         body = await _body(request, types[kind])
-        return await service.accept(owner, body.model_id, body.seq_id, kind, await request.body())
+        return await self._service.accept(owner, body.model_id, body.seq_id, kind, await request.body())
 
-    async def load_weights(owner: Owner, request: Request) -> object:
-        return await service.load_weights(owner, await _body(request, wire.LoadWeights))
+    async def load_weights(self, owner: Owner, request: Request) -> object:
+        return await self._service.load_weights(owner, await _body(request, wire.LoadWeights))
 
-    async def retrieve(owner: Owner, request: Request) -> object:
+    async def retrieve(self, owner: Owner, request: Request) -> object:
         request_id = (await _body(request, _Ids)).request_id
-        result = await service.retrieve(owner, request_id)
+        result = await self._service.retrieve(owner, request_id)
         if result is None:
             return {"type": "try_again", "request_id": request_id, "queue_state": "active"}
         return Response(result.payload, media_type="application/x-protobuf" if result.proto else "application/json")
 
-    async def cancel(owner: Owner, request: Request) -> object:
-        service.cancel(owner, (await _body(request, _Ids)).request_id)
+    async def cancel(self, owner: Owner, request: Request) -> object:
+        self._service.cancel(owner, (await _body(request, _Ids)).request_id)
         return Response(status_code=204)
 
-    async def create_sampler(owner: Owner, request: Request) -> object:
-        sampler = await service.create_sampler(owner, await _body(request, wire.CreateSampler))
+    async def create_sampler(self, owner: Owner, request: Request) -> object:
+        sampler = await self._service.create_sampler(owner, await _body(request, wire.CreateSampler))
         return {"type": "create_sampling_session", "sampling_session_id": sampler}
 
-    async def join_sampler(owner: Owner, request: Request) -> object:
+    async def join_sampler(self, owner: Owner, request: Request) -> object:
         sampler = (await _body(request, _Ids)).sampling_session_id
-        return {"type": "join_sampling_session", "client_counter": service.join(owner, sampler)}
+        return {"type": "join_sampling_session", "client_counter": self._service.join(owner, sampler)}
 
-    async def get_sampler(owner: Owner, request: Request) -> object:
+    async def get_sampler(self, owner: Owner, request: Request) -> object:
         sampler = request.path_params["sampler"]
-        target = service.sampler(owner, sampler)
+        target = self._service.sampler(owner, sampler)
         path = target if target.startswith("tinker:") else None
-        return {"sampler_id": sampler, "base_model": served.base_model, "model_path": path}
+        return {"sampler_id": sampler, "base_model": self._served.base_model, "model_path": path}
 
-    async def asample(owner: Owner, request: Request) -> object:
-        return service.sample(owner, await _body(request, wire.Sample))
+    async def asample(self, owner: Owner, request: Request) -> object:
+        return self._service.sample(owner, await _body(request, wire.Sample))
 
-    async def training_run(owner: Owner, request: Request) -> object:
-        model = service.model(owner, request.path_params["model"])
+    async def training_run(self, owner: Owner, request: Request) -> object:
+        model = self._service.model(owner, request.path_params["model"])
         return {
-            "training_run_id": model.id, "base_model": served.base_model, "model_owner": model.owner,
-            "is_lora": True, "lora_rank": served.lora_rank, "last_request_time": _date(model.last_call),
+            "training_run_id": model.id, "base_model": self._served.base_model, "model_owner": model.owner,
+            "is_lora": True, "lora_rank": self._served.lora_rank, "last_request_time": _date(model.last_call),
         }  # fmt: skip
 
-    async def checkpoints(owner: Owner, request: Request) -> object:
-        model = service.model(owner, request.path_params["model"])
+    async def checkpoints(self, owner: Owner, request: Request) -> object:
+        model = self._service.model(owner, request.path_params["model"])
         saved = [named for path, named in model.names.items() if path.startswith("tinker:")]
         ids = [named.name.split("/", 3)[3] for named in saved]
         kinds = ["sampler" if each.startswith("sampler_") else "training" for each in ids]
@@ -231,37 +264,9 @@ def _table(service: Service) -> list[tuple[Any, ...]]:
             ]
         }
 
-    async def delete(owner: Owner, request: Request) -> object:
-        await service.delete(owner, request.path_params["model"], request.path_params["name"])
+    async def delete(self, owner: Owner, request: Request) -> object:
+        await self._service.delete(owner, request.path_params["model"], request.path_params["name"])
         return Response(status_code=204)
-
-    return [
-        ("healthz", constant, "GET"),
-        ("get_server_capabilities", constant, "GET"),
-        ("client/config", constant),
-        ("client/dynamic_config", constant),
-        ("telemetry", constant),
-        ("create_session", create_session),
-        ("session_heartbeat", heartbeat),
-        ("sessions/{session}/finish", finish),
-        ("create_model", create_model),
-        ("get_info", get_info),
-        ("unload_model", unload),
-        ("forward_backward", forward_backward),
-        ("optim_step", training),
-        ("save_weights", training),
-        ("save_weights_for_sampler", training),
-        ("load_weights", load_weights),
-        ("retrieve_future", retrieve),
-        ("cancel_future", cancel),
-        ("create_sampling_session", create_sampler),
-        ("join_sampling_session", join_sampler),
-        ("samplers/{sampler}", get_sampler, "GET"),
-        ("asample", asample),
-        ("training_runs/{model}", training_run, "GET"),
-        ("training_runs/{model}/checkpoints", checkpoints, "GET"),
-        ("training_runs/{model}/checkpoints/{name:path}", delete, "DELETE"),
-    ]
 
 
 def _date(seconds: float) -> str:

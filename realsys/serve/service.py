@@ -39,7 +39,6 @@ from realsys.serve.journal import (
     Began,
     Called,
     Checkpoint,
-    Compacted,
     Interrupted,
     Named,
     Opened,
@@ -48,22 +47,18 @@ from realsys.serve.journal import (
     Unloaded,
 )
 from realsys.serve.settings import Owner
+from realsys.serve.tenant import SNAPSHOTS, Tenant, seed_of
 
 log = logging.getLogger(__name__)
 
 HELD_S = 20.0  # a future is asked for again after this time; the SDK waits 45 s
 RESTARTS = 2  # of the process at the same call
-_SNAPSHOTS = 8  # unnamed snapshots that a tenant keeps; a client samples from the newest ones
-_INFLIGHT = 64  # sampling sessions of the newest weights that a tenant keeps
-_RESULTS = 256  # results that wait to be retrieved, after a checkpoint
-_AGAIN = 16  # newest results that may be asked for again after a checkpoint
 _FETCHED_S, _KEPT_S = 60.0, 900.0  # times that a sample is kept after it was fetched, and if it never is
 _SHOWN = 64  # models on the status page
 _OWNER_BYTES = 256 << 20  # bodies of an owner that arrive; and of a model that wait
 _AHEAD = 100_000  # calls that may be missing before one
 _SILENT_S = 60.0  # without a heartbeat of its session, a model makes room for another one of its owner
 _HEARTBEAT_S = 12.0  # the SDK sends one every 10 s
-_CHANGING = ("forward_backward", "optim_step", "load_weights")  # calls that a restart repeats
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
 
 
@@ -88,129 +83,6 @@ class ServiceSettings(msgspec.Struct, frozen=True):
     checkpoint_every: int = 10
     missing_s: float = 120.0
     owners: tuple[Owner, ...] = ()
-
-
-class Tenant:
-    """One model of a client. ``next``: the next call; ``results``: durable; ``changed``: set by the next one."""
-
-    def __init__(self, model_id: str, owner: str, folder: Path) -> None:
-        self.id = model_id
-        self.owner = owner
-        self.name = model_id.replace(":", "-")  # for the ranks: a part of file names
-        self.folder = folder / self.name
-        self.journal = TenantJournal(self.folder / "journal")
-        self.waiting: dict[int, Called] = {}
-        self.results: dict[int, Answered] = {}
-        self.retrieved: set[int] = set()
-        self.skipped: set[int] = set()  # calls after ``next`` that have a result: one before them never came
-        self.names: dict[str, Named] = {}
-        self.next = 0
-        self.steps = self.since_checkpoint = self.tokens = 0
-        self.seed = 0
-        self.checkpoint: Checkpoint | None = None
-        self.repeat: list[Called] = []  # by a restart, until the state is restored
-        self.loaded = self.unloaded = self.has_gradients = False
-        self.dropped = False  # unloaded, and its journal has nothing but what remains
-        self.tries = self.restores = 0  # of the call ``next``, without an end
-        self.gap_since: float | None = None
-        self.last_error = ""
-        self.last_call = 0.0
-        self.changed = asyncio.Event()
-        for record in self.journal.replay():
-            self._fold(record)
-
-    @property
-    def inflight(self) -> Snapshot | None:
-        """The newest weights that were saved for all sessions of this kind."""
-        return next((named.snapshot for named in reversed(self.names.values()) if named.inflight), None)
-
-    def snapshots(self) -> list[Snapshot]:
-        """Return the weights that can be sampled from."""
-        kept = [named.snapshot for named in self.names.values() if named.snapshot and not named.inflight]
-        return [*kept, self.inflight] if self.inflight else kept
-
-    def _fold(self, record: Record | Compacted) -> None:
-        """Take one record from the journal."""
-        match record:
-            case Compacted():
-                self.next, self.steps = record.next, record.steps
-                for kept in record.kept:
-                    self._fold(kept)
-                self.dropped = self.unloaded
-            case Called():
-                self.waiting[record.seq] = record
-                self.last_call = record.time
-                if record.kind == "create_model":
-                    self.seed = _seed(record.payload)
-            case Began(restoring=True):
-                self.restores += 1
-            case Began():
-                self.restores, self.tries = 0, self.tries + 1
-            case Interrupted():
-                self.restores, self.tries = max(self.restores - 1, 0), max(self.tries - 1, 0)
-            case Named():
-                self.name_weights(record)
-            case Answered():
-                call = self.waiting.get(record.seq)
-                self.answer(record)
-                if record.named is not None:
-                    self.name_weights(record.named)
-                if call is not None and _has_changed(call, record):
-                    self.repeat.append(call)
-            case Checkpoint():
-                self.checkpoint, self.repeat, self.since_checkpoint = record, [], 0
-            case Unloaded():
-                self.unloaded = True
-
-    def answer(self, record: Answered) -> None:
-        """Take the result of a call, which is durable."""
-        self.results[record.seq] = record
-        call = self.waiting.pop(record.seq, None)
-        if record.seq < self.next:
-            return  # the journal was compacted after it
-        if record.seq == self.next:
-            self.tries = 0
-        self.skipped.add(record.seq)
-        while self.next in self.skipped:
-            self.skipped.remove(self.next)
-            self.next += 1
-        if record.error:
-            self.last_error = msgspec.json.decode(record.payload)["error"]
-        if call is not None and _has_changed(call, record):
-            if not record.error:  # a refused step may have left the gradients
-                self.has_gradients = call.kind == "forward_backward"
-            taken = call.kind == "optim_step" and not record.error
-            self.steps, self.since_checkpoint = self.steps + taken, self.since_checkpoint + taken
-        if len(self.results) > 2 * _RESULTS:
-            self.forget_results()
-        self.changed.set()
-        self.changed = asyncio.Event()
-
-    def name_weights(self, named: Named) -> None:
-        """Take saved weights, and forget the oldest ones without a name."""
-        self.names.pop(named.name, None)
-        if named.folder or named.snapshot:
-            self.names[named.name] = named
-        for inflight, most in ((False, _SNAPSHOTS), (True, _INFLIGHT)):
-            sessions = [
-                n.name for n in self.names.values() if n.inflight == inflight and not n.name.startswith("tinker:")
-            ]
-            for name in sessions[:-most]:
-                del self.names[name]
-
-    def forget_results(self) -> None:
-        """Drop results that were retrieved, but for the newest ones, and the oldest of too many."""
-        keep = [seq for seq in sorted(self.results) if seq not in self.retrieved or seq >= self.next - _AGAIN]
-        self.results = {seq: self.results[seq] for seq in keep[-_RESULTS:]}
-        self.retrieved &= set(self.results)
-
-    def state(self) -> Compacted:
-        """Return what the journal must keep after a checkpoint."""
-        results = [msgspec.structs.replace(result, named=None) for result in self.results.values()]
-        kept: list[Record] = [*self.names.values(), *results, *self.waiting.values()]
-        kept += [self.checkpoint] if self.checkpoint else []
-        kept += [Unloaded()] if self.unloaded else []
-        return Compacted(records=0, chain=0, next=self.next, steps=self.steps, kept=kept)
 
 
 class Service:
@@ -635,7 +507,7 @@ class Service:
                 )
             call = Called(seq, kind, payload, time.time())
             if kind == "create_model":
-                tenant.seed = _seed(payload)
+                tenant.seed = seed_of(payload)
             tenant.waiting[seq], tenant.last_call = call, call.time
             self._append(tenant.journal, call)
         await self._synced(tenant.journal)
@@ -720,7 +592,7 @@ class Service:
             raise RefusedRequest(
                 404,
                 f"weights of {name[:300]} not found: a path of save_weights_for_sampler is kept until it is deleted, "
-                f"and the newest {_SNAPSHOTS} snapshots without a name",
+                f"and the newest {SNAPSHOTS} snapshots without a name",
             )
         return tenant.inflight if named.inflight else named.snapshot
 
@@ -816,11 +688,6 @@ class Service:
         self._work.set()
 
 
-def _has_changed(call: Called, result: Answered) -> bool:
-    """Return True if the call may have changed the tenant's state: a refused optimizer step drops bad gradients."""
-    return call.kind in _CHANGING and (not result.error or (call.kind == "optim_step" and result.error == "user"))
-
-
 class _Broken(Exception):
     """The call cannot be carried out, and its tenant is not to blame."""
 
@@ -854,8 +721,3 @@ def _name(path: str | None, seq: int) -> str:
     if not _NAME.fullmatch(name):
         raise CallRefused(f"the name {name[:150]!r} must have letters, digits and _.- only, at most 128")
     return name
-
-
-def _seed(payload: bytes) -> int:
-    lora = msgspec.json.decode(payload, type=wire.CreateModel).lora_config
-    return lora.seed or 0 if lora else 0

@@ -372,6 +372,9 @@ def build_parts(ctx: WorkerContext, connections: Connections) -> MasterParts:
         shared=bool(allocation.lent),
     )
 
+    saved = {role: meshes[role] for role in saved_roles(config, flow)}
+    sources = CheckpointSources(saved, workers, connections.manager.data_position, arguments.state_dict)
+
     async def repair(status: Mapping[str, Any]) -> None:
         await devices.repair(status)
         await publisher.repair(status)
@@ -397,18 +400,7 @@ def build_parts(ctx: WorkerContext, connections: Connections) -> MasterParts:
             repair=repair,
             writer=ResultWriter(config, paths.evaluations),
         ),
-        checkpoints=Checkpoints(
-            config,
-            paths,
-            CheckpointSources(
-                meshes={role: meshes[role] for role in saved_roles(config, flow)},
-                workers=workers,
-                position=connections.manager.data_position,
-                kl=arguments.state_dict,
-            ),
-            incarnation=ctx.incarnation,
-            check_alive=ctx.check_alive,
-        ),
+        checkpoints=Checkpoints(config, paths, sources, incarnation=ctx.incarnation, check_alive=ctx.check_alive),
         devices=devices,
         repair=repair,
     )

@@ -21,20 +21,19 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import msgspec
 
-from realsys.algorithm.token_losses import StepLosses
 from realsys.cluster.aio import first_completed, on_disk, run_beside, unless
 from realsys.cluster.failpoint import failpoint
 from realsys.config.allocation import ACTOR, has_servers
 from realsys.config.dataflow import Dataflow, script_call
 from realsys.config.doors import LOSS
-from realsys.config.evaluation_sets import DEMOS, evaluation_sets, id_of_set, set_of_id
+from realsys.config.evaluation_sets import evaluation_sets, id_of_set, set_of_id
 from realsys.config.schema import Config
 from realsys.data.submitted import SubmittedWriter
 from realsys.data.tokenizer import TextTokenizer
@@ -59,9 +58,9 @@ from realsys.train.master.recorder import check_finite
 from realsys.train.master.recovery import due_sets, eval_id_of
 from realsys.train.master.request_evaluations import EvaluationRequests
 from realsys.train.master.step import CallArguments, HeldBatch, StepRunner
+from realsys.train.master.step_record import Increases, StepWarnings, joined, row_record
 from realsys.train.master.step_statistics import (
     AgreementMonitor,
-    Increase,
     StepLog,
     batch_statistics,
     call_seconds,
@@ -81,26 +80,10 @@ STATUS_FIELDS = (
     *("step", "seconds", "train_tokens_per_s", "consumed_tokens_per_s", "accuracy", "agreement"),
     *("untrained", "too_old", "length_ks", "gpu", "kept_keys_fraction"),
 )
-
-
-#: behaviour weight above which a step warns; a cap of 5 hides it from the loss
-LARGE_WEIGHT = 100.0
 #: wait for a script that is to stop, after its last call; then the run is saved and ends without it
 _LAST_CALL_S = 2.0
 #: errors of calls after which a script may go on
 OF_THE_SCRIPT = (ConfigError, DataError, StaleBatch, Stopped, TooFewGroups)
-
-
-class Onset:
-    """Tells when a condition begins to hold."""
-
-    def __init__(self) -> None:
-        self._held = False
-
-    def begins(self, holds: bool) -> bool:
-        """Return True if the condition holds and did not hold at the last call."""
-        before, self._held = self._held, holds
-        return holds and not before
 
 
 class Checkpointer(Protocol):
@@ -216,8 +199,8 @@ class MasterSession:
         self._agreement = AgreementMonitor(config.train.engine_check)
         self._started = time.monotonic()
         self._first_step = 1
-        self._increases = _Increases()
-        self._waste, self._large_weights = Onset(), Onset()
+        self._increases = Increases()
+        self._warnings = StepWarnings()
         self._sets = evaluation_sets(config)
         self._signal, self._drift = SignalWatch(config.train.ppo.advantage.mean), DriftWatch()
         self._done = 0  # steps
@@ -244,7 +227,7 @@ class MasterSession:
         self._first_step, self._done = done + 1, done
         self._step = _Step(done + 1)
         if done:
-            self._increases = _Increases(known=False)
+            self._increases = Increases(known=False)
         try:
             work = run_beside(self._run(script), self._parts.intake.report_drops())
             return await run_beside(work, self._parts.publisher.watch())
@@ -468,7 +451,7 @@ class MasterSession:
             raise ConfigError("publish", step.number, "no call has trained since the last publication")
         batches = [self._batches[number] for number in step.trained]
         sources = list({id(held.whole): held for held in batches}.values())
-        batch = _joined([held.source for held in sources])
+        batch = joined([held.source for held in sources])
         parts.arguments.observe(step.results, len(episodes_of(batch.samples)))
         step.seconds |= call_seconds(step.results, step.training)
         recorder = parts.runner.recorder
@@ -707,8 +690,8 @@ class MasterSession:
         trained = results["actor_train"].stats if "actor_train" in results else {}
         comparison = results["actor_inf"].stats if "actor_inf" in results else trained
         masks_truncated = self._config.train.ppo.truncated_answers == "mask"
-        self._warn_of_waste(batch.losses)
-        self._warn_of_weights(step, trained)
+        self._warnings.of_waste(batch.losses)
+        self._warnings.of_weights(step, trained)
         return {
             **fields,
             "lr": args["actor_train"]["lr"] if "actor_train" in results else 0.0,
@@ -731,27 +714,6 @@ class MasterSession:
         """
         eta = self._config.asynchronous.max_staleness
         return step == self._total_steps or (eta > 0 and step - self._first_step <= eta)
-
-    def _warn_of_waste(self, losses: StepLosses) -> None:
-        """Warn once when staleness begins to cost many tokens, and again if it does so later."""
-        if self._waste.begins(losses.warning):
-            log.warning(
-                "%.0f %% of the tokens sampled for the last steps were too old to be trained: increase "
-                "asynchronous.max_staleness, or set asynchronous.stale_policy=train",
-                100 * losses.too_old,
-            )
-
-    def _warn_of_weights(self, step: int, stats: Mapping[str, float]) -> None:
-        """Warn once when behaviour weights become very large."""
-        largest = stats.get("w_max", 0.0)
-        if self._large_weights.begins(largest > LARGE_WEIGHT):
-            log.warning(
-                "step %d has a token with behaviour weight w = %.3g: the trainer's log-prob and the one recorded in "
-                "generation are far apart; see agreement in the step log, and lower "
-                "asynchronous.max_staleness if that is small",
-                step,
-                largest,
-            )
 
     async def _report_trained(self, step: int, batch: TrainBatch) -> dict[str, Any]:
         """Report to the manager which tickets version ``step`` contains; return the statistics of
@@ -801,50 +763,6 @@ class MasterSession:
     def _out_of_time(self) -> bool:
         limit = self._config.train.max_seconds
         return bool(limit) and time.monotonic() - self._started > limit
-
-
-def _joined(batches: Sequence[TrainBatch]) -> TrainBatch:
-    """Return the batches of a step as one."""
-    if len(batches) == 1:
-        return batches[0]
-    return TrainBatch(
-        groups=[group for batch in batches for group in batch.groups],
-        dropped_stale=sum(batch.dropped_stale for batch in batches),
-        refused=sum(batch.refused for batch in batches),
-        masked=[sample for batch in batches for sample in batch.masked],
-        oldest_trained=batches[-1].oldest_trained,
-        losses=batches[-1].losses,
-        rolled_out=batches[-1].rolled_out,
-    )
-
-
-class _Increases:
-    """Increases of the manager's counts from step to step. ``known`` False: it counted before this trainer started."""
-
-    def __init__(self, *, known: bool = True) -> None:
-        self.tokens = Increase(known=known)
-        self.lengths = Increase(known=known)
-        self.failures = Increase(known=known)
-        self.filtered = Increase(known=known)
-
-
-def row_record(eval_id: str, step: int, lines: int, stats: Mapping[str, float], seconds: float) -> dict[str, Any]:
-    """Return the step log's record of the held-out rows of a supervised run: the evaluation of a set of its own."""
-    return {
-        "kind": "eval",
-        "time": time.time(),
-        "eval_id": id_of_set(eval_id, DEMOS),
-        "set": DEMOS,
-        "step": step,
-        "version": step,
-        "complete": True,
-        "problems": lines,
-        "samples": 1,
-        "failed": 0,
-        "seconds": seconds,
-        "accuracy": stats.get("accuracy"),
-        "loss": stats["loss"],
-    }
 
 
 def planned_steps(config: Config, train_prompts: int) -> int:

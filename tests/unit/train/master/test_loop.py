@@ -17,6 +17,7 @@ from realsys.train.master import intake
 from realsys.train.master.executor import CallResult
 from realsys.train.master.intake_decisions import FEWEST_FAILURES, FEWEST_FILTERED, StuckCheck
 from realsys.train.master.step import CallArguments
+from realsys.train.master.step_record import StepWarnings
 from realsys.train.master.step_statistics import call_seconds, untrained_shares
 from realsys.types import SampleMeta
 from tests.support.processes.config_trees import changed
@@ -239,18 +240,18 @@ def test_untrained_tokens_of_batch_are_named():
 
 
 def test_large_behaviour_weight_is_warned_of_once(caplog):
-    job = Run()
+    warnings = StepWarnings()
     for largest in (2.0, 150.0, 4e8, 3.0):
-        job.session._warn_of_weights(7, {"w_max": largest})
+        warnings.of_weights(7, {"w_max": largest})
     assert [record.getMessage().partition(":")[0] for record in caplog.records] == [
         "step 7 has a token with behaviour weight w = 150"
     ]
 
 
 def test_waste_is_warned_of_once_per_onset(caplog):
-    job = Run()
+    warnings = StepWarnings()
     for share in (0.06, 0.07, 0.01, 0.06):
-        job.session._warn_of_waste(StepLosses(1, {}, share, 0.0))
+        warnings.of_waste(StepLosses(1, {}, share, 0.0))
     assert [record.getMessage()[:3] for record in caplog.records] == ["6 %", "6 %"]
 
 
