@@ -89,6 +89,8 @@ class Row:
     rewards                 (position in tokens, reward) of single tokens, each with loss_mask; usually one per turn
     kv_versions int32  [L]  oldest version of the keys that the token attended to; None: ``versions``
     temperatures            (temperature, tokens) runs over the L tokens; 0: that of the trial; empty: all have it
+    teacher                 tokens that a teacher finds most probable at each of the L tokens, int32 [L, k], different
+                            ones, and their log-probs, float32 [L, k]; None: no teacher was asked
 
     A conversation whose history only grows is one row. Rewritten history (a branch) is a further
     row.
@@ -103,6 +105,7 @@ class Row:
     rewards: tuple[tuple[int, float], ...] = ()
     kv_versions: I32 | None = None
     temperatures: tuple[tuple[float, int], ...] = ()
+    teacher: tuple[I32, F32] | None = None
 
     @property
     def loss_tokens(self) -> int:
@@ -292,9 +295,9 @@ class TrainerAddress(msgspec.Struct, frozen=True):
 #: metric of an episode: its completions that were kept to a grammar
 CONSTRAINED = "gateway/constrained"
 
-#: Extent of an array: the whole row, its tokens with loss_mask, or those and the state after the
-#: last one.
-Span = Literal["sequence", "loss", "loss_and_end"]
+#: Extent of an array: the whole row, its tokens with loss_mask, those and the state after the last one, or k entries
+#: for each of those with loss_mask, one token after the other (``PPOConfig.top_k``).
+Span = Literal["sequence", "loss", "loss_and_end", "top_k"]
 
 #: name of a stored array -> (numpy dtype, extent)
 ARRAY_KEYS: dict[str, tuple[str, Span]] = {
@@ -311,6 +314,9 @@ ARRAY_KEYS: dict[str, tuple[str, Span]] = {
     "values": ("float32", "loss_and_end"),
     "advantages": ("float32", "loss"),
     "returns": ("float32", "loss"),
+    # the teacher's most probable tokens at each loss token, and their log-probs
+    "teacher_tokens": ("int32", "top_k"),
+    "teacher_logprobs": ("float32", "top_k"),
 }
 
 #: keys of a dataflow that are not arrays: the master passes them on with the metadata

@@ -43,7 +43,7 @@ def serve(ctx: WorkerContext) -> None:
     heads = meshes[ACTOR].dp_heads()
     keys = keys_for(cluster.host, ctx.paths.keys)
     device = prepare_device(worker, config.cluster.threads, deterministic=config.train.deterministic)
-    data = DataManager(worker)
+    data = DataManager(worker, config.train.ppo.top_k)
     ctx.set_state("connecting")
     with rendezvous(_seat(ctx, allocation.workers, keys), device) as master:
         groups = form_meshes(meshes, worker, cluster, device)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from realsys.config.dataflow import (
     REWARD_MODEL,
     SOURCE_KEYS,
+    TEACHER,
     TOKEN_REWARDS,
     Dataflow,
     FunctionCall,
@@ -25,6 +26,7 @@ def ppo(config: Config) -> Dataflow:
     prox = frozenset({"prox_logprobs"} if needs_prox else ())
     source = frozenset({"tokens", "behav_logprobs"})
     tokens = frozenset({"tokens"})
+    teacher = TEACHER if ppo.top_k else frozenset()
     calls = []
     if ppo.reward_model_weight:
         calls.append(FunctionCall("reward_inf", "reward", "reward_inf", tokens, scores))
@@ -34,11 +36,11 @@ def ppo(config: Config) -> Dataflow:
         needed = source | {"versions"} | (scores if ppo.skip_zero_advantage else frozenset())
         calls.append(FunctionCall("actor_inf", "actor", "actor_inf", needed, prox))
     if ppo.kl.coef > 0:
-        calls.append(FunctionCall("ref_inf", "ref", "ref_inf", tokens, frozenset({"ref_logprobs"})))
+        calls.append(FunctionCall("ref_inf", "ref", "ref_inf", tokens, teacher | {"ref_logprobs"}))
     if ppo.critic.enabled:
         calls.append(FunctionCall("critic_inf", "critic", "critic_inf", tokens, frozenset({"values"})))
     # Versions: without actor_inf, this call compares engine and trainer, and may interpolate.
-    reads = source | (prox or {"versions"}) | scores
+    reads = source | (prox or {"versions"}) | scores | teacher
     if token_level_advantages(config):
         inputs = frozenset({"behav_logprobs"}) | prox | scores
         inputs |= frozenset({"ref_logprobs"} if in_reward else ()) | frozenset({"values"} if ppo.critic.enabled else ())
@@ -51,7 +53,8 @@ def ppo(config: Config) -> Dataflow:
     if ppo.critic.enabled:
         inputs = frozenset({"tokens", "values", "returns"})
         calls.append(FunctionCall("critic_train", "critic", "critic_train", inputs, trains=True))
-    return Dataflow(calls, SOURCE_KEYS | ({TOKEN_REWARDS} if ppo.turn_gamma is not None else set()))
+    arriving = {TOKEN_REWARDS} if ppo.turn_gamma is not None else set()
+    return Dataflow(calls, SOURCE_KEYS | arriving | (teacher if ppo.kl.coef == 0 else set()))
 
 
 def sft(config: Config) -> Dataflow:

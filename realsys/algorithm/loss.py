@@ -65,6 +65,7 @@ def actor_loss(
     entropy: Tensor | None = None,
     ref: Tensor | None = None,
     kl_coef: float = 0.0,
+    top: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Stats]:
     """Return the share of the policy loss, and statistics (docs/algorithms.md has every formula with its source).
 
@@ -79,6 +80,8 @@ def actor_loss(
     entropy     entropy of the distribution at each token; with a gradient if there is a bonus
     ref         log-probs under the reference model; reported if given, a term of the loss if kl_coef > 0
     segments    needed for an episode-level loss (gspo) and for aggregation=sequence
+    top         log-probs of the teacher's k most probable tokens, float32 [t, k]: under the weights being trained,
+                with a gradient, and under the teacher
 
     A token with ``w > behav_imp_weight_cap`` adds nothing to the policy term but stays in the denominator
     (mode mask), or its w is set to the cap (truncate). A token whose ``behav`` is -inf counts as masked: the
@@ -87,7 +90,8 @@ def actor_loss(
 
     Statistics over the counted tokens: tokens, loss_sum (share * denominator), u_sum, u_max, w_sum, w_max,
     w_squared_sum (before the cap), clip_count, dual_clip_count, capped_count, kl_behav_prox_sum and kl_prox_theta_sum
-    (k3 estimators of KL(behav || prox) and KL(prox || theta)); entropy_sum and kl_ref_sum if given.
+    (k3 estimators of KL(behav || prox) and KL(prox || theta)); entropy_sum, kl_ref_sum and
+    teacher_mass_sum (probability of the teacher's k tokens) if given.
     """
     optional = {name: x for name, x in (("entropy", entropy), ("ref", ref)) if x is not None}
     check_shapes(mask, theta=theta, prox=prox, behav=behav, advantages=advantages, **optional)
@@ -98,7 +102,10 @@ def actor_loss(
         prox = behav
     episodes = _needed(segments, f"loss={cfg.loss}") if loss.episode_level else None
     u, w, stats = _ratios(theta, prox, behav, mask, episodes)
-    surrogate = loss(LossInputs(theta, prox, behav, u, w, advantages, mask, segments, cfg))
+    top_theta, top_teacher = (blank(x, mask[:, None]) for x in top) if top is not None else (None, None)
+    if top_teacher is not None:
+        stats["teacher_mass_sum"] = masked_sum(top_teacher.exp().sum(-1), mask)
+    surrogate = loss(LossInputs(theta, prox, behav, u, w, advantages, mask, segments, cfg, top_theta, top_teacher))
     penalties, reported = _penalties(theta, mask, cfg, entropy, ref, kl_coef)
     loss_sum, counts = _combine(surrogate, w, penalties, mask, cfg, segments)
     return loss_sum / denominator, stats | reported | counts | {"loss_sum": loss_sum.detach()}
@@ -273,7 +280,9 @@ def try_loss(cfg: PPOConfig) -> None:
             rows = 3 if tokens else 0
             segments = Segments(torch.tensor([2, 3, 1])[:rows], torch.tensor([0, 1, 1])[:rows])
             columns = (theta, prox, behav, advantages)
-            total, _ = actor_loss(*columns, mask, 5.0, cfg, loss=loss, segments=segments)
+            shares = torch.arange(cfg.top_k + 1.0).log_softmax(0)[: cfg.top_k]
+            top = (theta[:, None] + shares, prox[:, None] + shares) if cfg.top_k else None
+            total, _ = actor_loss(*columns, mask, 5.0, cfg, loss=loss, segments=segments, top=top)
             if not total.requires_grad:
                 raise ValueError("the result has no gradient: compute it from inputs.theta or inputs.u")
             [gradient] = torch.autograd.grad(total, theta)

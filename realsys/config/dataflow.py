@@ -2,9 +2,9 @@
 
 A call is ready when all keys that it reads exist. These are the calls that the settings of ``train.ppo`` can enable:
 
-    (stream) tokens with loss_mask, behav_logprobs, versions, token_rewards, kv_versions, temperatures
+    (stream) tokens with loss_mask, behav_logprobs, versions, token_rewards, kv_versions, temperatures, TEACHER
         ├──> actor_inf   -> prox_logprobs     decoupled loss, several minibatches
-        ├──> ref_inf     -> ref_logprobs      KL to a reference
+        ├──> ref_inf     -> ref_logprobs      KL to a reference; TEACHER, too, if the loss reads a teacher's top k
         ├──> critic_inf  -> values            critic
         ├──> reward_inf  -> scores            reward model
         ├──> advantages  -> advantages, returns   one per token: critic, KL in the reward, rewards of turns
@@ -40,6 +40,9 @@ TOKEN_REWARDS = "token_rewards"
 KV_VERSIONS = "kv_versions"
 #: likewise; read by all language models, if an agent may choose the temperature of a call
 TEMPERATURES = "temperatures"
+#: likewise, if the loss reads a teacher's most probable tokens (``PPOConfig.top_k``) and the teacher is no role
+TEACHER_TOKENS, TEACHER_LOGPROBS = "teacher_tokens", "teacher_logprobs"
+TEACHER = frozenset({TEACHER_TOKENS, TEACHER_LOGPROBS})
 NO_LORA = LoraConfig()
 #: where the rows of a step come from: agents; the lines of ``data.demos``, which are responses to imitate or pairs of a
 #: chosen and a rejected one; or clients of `realsys serve`

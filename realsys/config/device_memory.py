@@ -192,6 +192,7 @@ def step_settings(config: Config, role: RoleSettings, data: int, *, on_gpu: bool
         on_gpu=on_gpu,
         entropy_gradient=train.ppo.entropy_coef > 0,
         head_is_trained=not role.lora.rank,
+        top_k=train.ppo.top_k,
     )
 
 
@@ -267,7 +268,8 @@ def _head_copy(config: Config, model: HfModel, on_gpu: bool) -> int:
 
 
 # ---- hosts
-# Not counted: the page cache, and the arrays of samples (about 28 bytes per token that is buffered).
+# Not counted: the page cache, and the arrays of samples (about 28 bytes per token that is buffered; with a teacher's
+# top k 8 k more).
 
 
 @dataclass(frozen=True, slots=True)

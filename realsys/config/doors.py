@@ -358,6 +358,7 @@ LOSS = Door(
         "gspo": "realsys.algorithm.losses.gspo:gspo",
         "cispo": "realsys.algorithm.losses.cispo:cispo",
         "reinforce": "realsys.algorithm.losses.reinforce:reinforce",
+        "distill": "realsys.algorithm.losses.distill:distill",
     },
     accepts("inputs"),
 )

@@ -22,6 +22,7 @@ FP32 = 4
 BYTES = {"float32": 4, "bfloat16": 2}
 _MOMENTS = {"adam": 2, "sgd": 1}  # fp32 numbers per parameter
 _INDEX = 8  # bytes of a token id, and of an index
+_TARGET = 2 * _INDEX + 5 * FP32  # bytes of a log-prob that the head computes, besides that of the loss token
 
 
 # ---- parameters of a rank
@@ -201,6 +202,7 @@ class StepSettings:
     head_chunk        loss tokens whose logits exist at the same time; 0: all
     on_gpu            True for the attention kernel and the norm of CUDA, False for the CPU's
     head_is_trained   False under LoRA
+    top_k             tokens of a teacher that the loss reads at each loss token
     """
 
     dtype: str
@@ -212,6 +214,7 @@ class StepSettings:
     on_gpu: bool
     entropy_gradient: bool = False
     head_is_trained: bool = True
+    top_k: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,7 +287,7 @@ def inference_work(model: HfModel, shard: Shard, layout: ParallelLayout, how: St
     layers = PhasePeak(int(tokens * (each.forward + gathered)))
     if not shard.last:
         return layers
-    states = 2 * BYTES[how.dtype] * model.hidden
+    states = 2 * BYTES[how.dtype] * model.hidden + _TARGET * how.top_k
     scored = min(tokens, how.head_chunk or tokens)
     logit = FP32 if how.on_gpu else 2 * FP32  # on a CPU there are exponentials, too
     logits = logit * scored * shard.vocab if model.head == "lm" else FP32 * model.hidden * tokens
@@ -344,6 +347,9 @@ def head_bytes(model: HfModel, shard: Shard, layout: ParallelLayout, how: StepSe
     per token of the chunk), and adds the weight's gradient to Megatron's buffer. For its hook there is an unused one in
     the end, unless the weight is also the embedding.
 
+    For the k tokens of a teacher there are about seven numbers each (``_TARGET``), and the gradient of the logits is in
+    fp32 until they are added.
+
     On a CPU there are besides: in the forward pass exponentials in fp32, in the backward pass those of an entropy bonus
     and a mark per logit; and if the model is not in fp32, logits as they were, and the weight's gradient of a chunk.
     """
@@ -351,14 +357,15 @@ def head_bytes(model: HfModel, shard: Shard, layout: ParallelLayout, how: StepSe
     if model.head == "value":
         return 3 * FP32 * model.hidden * tokens
     split = layout.tensor if how.sequence_parallel else 1
-    states = (2 + 2 / split) * weight * model.hidden * tokens
+    states = ((2 + 2 / split) * weight * model.hidden + _TARGET * how.top_k) * tokens
     logits = min(tokens, how.head_chunk or tokens) * shard.vocab
     entries = shard.vocab * model.hidden if how.head_is_trained else 0
     unused = weight * entries if shard.head else 0
     if how.on_gpu:
-        return int(states + max((FP32 + weight) * logits, unused))
+        return int(states + max((FP32 + (FP32 if how.top_k else weight)) * logits, unused))
     rounded = weight if weight < FP32 else 0
     forward, backward = 2 * FP32 + rounded, FP32 * (1 + how.entropy_gradient) + 1 + 2 * rounded
+    backward += rounded if how.top_k else 0
     product = 2 * rounded * logits + (weight * entries if rounded else 0)
     return int(states + max(max(forward, backward) * logits, product, unused))
 

@@ -610,6 +610,8 @@ def _check_positions(positions: int, config: Config, model: str) -> None:
 
 def _check_vocabularies(actor: Path, config: Config, flow: Dataflow) -> None:
     """Check every role that a built-in handler runs: it reads the token ids of the actor."""
+    if (top_k := config.train.ppo.top_k) > (vocabulary := read_model(actor, "value").vocab):
+        raise ConfigError("train.ppo.loss_args.top_k", top_k, f"must not exceed the vocabulary's {vocabulary} tokens")
     builtin = (call.role for call in flow.calls if call.handler in CALL_HANDLER.builtin and call.role != ACTOR)
     for role in dict.fromkeys(builtin):
         own = role_settings(config, role).path

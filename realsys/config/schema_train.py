@@ -117,6 +117,15 @@ class RewardModelArguments(Section):
     center: NonNegativeFloat = Field(0.0, description="strength of the penalty that keeps the scores around 0")
 
 
+class TeacherLossArguments(Section):
+    """``train.ppo.loss_args`` of the loss distill."""
+
+    top_k: Positive = Field(description="the teacher's most probable tokens that are compared, at each loss token")
+    beta: Probability = Field(1.0, description="1: reverse KL; 0: forward KL; between: generalised JSD (GKD)")
+
+
+#: built-in loss -> its ``train.ppo.loss_args``; the others have none
+LOSS_ARGUMENTS: dict[str, type[Section]] = {"distill": TeacherLossArguments}
 #: handler of a call that learns from ``data.demos`` -> its ``train.ppo.loss_args``
 OBJECTIVES: dict[str, type[Section]] = {"sft": Section, "dpo": DpoArguments, "reward_model": RewardModelArguments}
 
@@ -132,7 +141,7 @@ class PPOConfig(Section):
     loss: str = Field(
         "ppo",
         description="ppo (clipped token ratio), gspo (clipped sequence ratio), cispo (clipped weight),"
-        " reinforce (no ratio), or package.module:function",
+        " reinforce (no ratio), distill (divergence to a teacher's top k), or package.module:function",
     )
     loss_args: dict[str, Any] = Field(
         {}, description="keyword arguments of the loss function, or of the objective of dpo or reward_model"
@@ -200,6 +209,11 @@ class PPOConfig(Section):
     def turn_gamma(self) -> float | None:
         """Discount from one turn of a row to the next; None if rewards of turns are not trained."""
         return None if self.turn_rewards is False else float(self.turn_rewards)
+
+    @property
+    def top_k(self) -> int:
+        """Tokens of a teacher that the loss reads at each loss token: its argument ``top_k``. 0: it reads none."""
+        return self.loss_args.get("top_k", 0)  # type: ignore[no-any-return]  # checked in training_rules
 
 
 # ---- optimizer, adapters, and models other than the actor

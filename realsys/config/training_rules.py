@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from realsys.config.allocation import ACTOR, Allocation
-from realsys.config.dataflow import Dataflow, role_field, role_settings, token_level_advantages
-from realsys.config.doors import FILTER, LOOP, LOSS
+from realsys.config.dataflow import TEACHER, Dataflow, role_field, role_settings, token_level_advantages
+from realsys.config.doors import AGENT, FILTER, LOOP, LOSS
 from realsys.config.fields import arguments_of
 from realsys.config.schema import Config
-from realsys.config.schema_train import OBJECTIVES, OptimizerConfig
+from realsys.config.schema_train import LOSS_ARGUMENTS, OBJECTIVES, OptimizerConfig, TeacherLossArguments
 from realsys.errors import ConfigError
 
 
@@ -117,10 +117,14 @@ def _check_loss(config: Config, flow: Dataflow) -> None:
     if objectives := [OBJECTIVES[call.handler] for call in flow.calls if call.handler in OBJECTIVES]:
         arguments_of(objectives[0], ppo.loss_args, LOSS.arguments_field)
         return
-    if ppo.loss_args and ppo.loss in LOSS.builtin:
+    if ppo.loss in LOSS_ARGUMENTS:
+        arguments_of(LOSS_ARGUMENTS[ppo.loss], ppo.loss_args, LOSS.arguments_field)
+    elif ppo.loss_args and ppo.loss in LOSS.builtin:
         problem = f"must be empty for loss={ppo.loss}, which reads its settings from train.ppo"
         raise ConfigError("train.ppo.loss_args", ppo.loss_args, problem)
     LOSS.check(ppo.loss, ppo.loss_args)
+    if "top_k" in ppo.loss_args:
+        _check_teacher(config, flow)
     if 0 < ppo.c_clip <= 1:
         raise ConfigError("train.ppo.c_clip", ppo.c_clip, "must be above 1, or 0 for off")
     if ppo.c_clip and ppo.loss in LOSS.builtin and ppo.loss != "ppo":  # a loss of the user may read c_clip
@@ -135,6 +139,21 @@ def _check_loss(config: Config, flow: Dataflow) -> None:
         raise ConfigError("train.ppo.early_stop_ratio", ppo.early_stop_ratio, problem)
     if ppo.kl.target and not ppo.kl.coef:
         raise ConfigError("train.ppo.kl.coef", 0.0, "must be above 0 to approach train.ppo.kl.target")
+
+
+def _check_teacher(config: Config, flow: Dataflow) -> None:
+    """Check that a loss with ``top_k`` has a teacher, and gets its tokens."""
+    ppo, agent = config.train.ppo, config.rollout.agent
+    arguments_of(TeacherLossArguments, {"top_k": ppo.top_k}, LOSS.arguments_field)
+    if ppo.loss == "distill" and ppo.use_decoupled_loss is not False:
+        problem = "must be false for loss=distill, which has no ratio: set algorithm=distill_topk"
+        raise ConfigError("train.ppo.use_decoupled_loss", ppo.use_decoupled_loss, problem)
+    if ppo.kl.coef == 0 and agent in AGENT.builtin and agent != "distill":
+        problem = "asks no teacher, whose tokens the loss reads: set distill, or train.ppo.kl.coef=1 for the role ref"
+        raise ConfigError("rollout.agent", agent, problem)
+    if not any(call.inputs >= TEACHER for call in flow.calls if call.trains):
+        problem = f"no call that trains reads {', '.join(sorted(TEACHER))}, but train.ppo.loss={ppo.loss} does"
+        raise ConfigError("train.ppo.algorithm", ppo.algorithm, problem)
 
 
 def _check_advantages(config: Config) -> None:

@@ -140,6 +140,7 @@ _POLICY: list[_Row] = [
     ("kl_behav_prox_mean", "nats", "KL(behav || prox), k3: effect of the batch's staleness"),
     ("kl_prox_theta_mean", "nats", "KL(prox || theta), k3: distance that this step has moved"),
     ("kl_ref_mean", "nats", "KL(theta || ref), by kl.estimator; only with a reference model"),
+    ("teacher_mass_mean", "share", "probability of the teacher's top k tokens under the teacher (loss=distill)"),
     ("dual_clip_fraction", "share", "share of the tokens that c_clip bounds"),
     ("capped_fraction", "share", "share of the tokens whose w is beyond its cap"),
     ("u_mean", "", "ratio u = exp(theta - prox), mean"),

@@ -211,7 +211,8 @@ def _row_problem(row: Row, limit: int) -> str:
         return f"{length} tokens, but train.microbatch_tokens is {limit}: stop the episode earlier or increase it"
     if row.finish_reason not in FINISH_REASONS:
         return f"finish_reason {row.finish_reason!r}: use one of {', '.join(FINISH_REASONS)}"
-    return _value_problem(row) or _route_problem(row, loss) or _temperature_problem(row, loss) or _reward_problem(row)
+    problem = _value_problem(row) or _route_problem(row, loss) or _temperature_problem(row, loss)
+    return problem or _reward_problem(row) or _teacher_problem(row, loss)
 
 
 def _value_problem(row: Row) -> str:
@@ -241,6 +242,21 @@ def _temperature_problem(row: Row, loss: int) -> str:
         return f"temperatures {reprlib.repr(row.temperatures)}: they must be 0 or at least 1e-6, each with its tokens"
     tokens = sum(count for _, count in row.temperatures)
     return "" if tokens == loss else f"temperatures have {tokens} tokens, loss_mask {loss}"
+
+
+def _teacher_problem(row: Row, loss: int) -> str:
+    if row.teacher is None:
+        return ""
+    for (name, dtype), array in zip((("tokens", INT), ("log-probs", FLOAT)), row.teacher, strict=True):
+        if not isinstance(array, np.ndarray) or array.dtype != dtype or array.ndim != 2 or len(array) != loss:
+            return f"{name} of the teacher must be an array of {dtype.name} with a line for each of {loss} loss tokens"
+    tokens, logprobs = row.teacher
+    if tokens.shape != logprobs.shape or not tokens.shape[1]:
+        return f"the teacher's {tokens.shape[1]} tokens and {logprobs.shape[1]} log-probs must be as many, and not 0"
+    # A token that is named twice would count twice.
+    if not np.isfinite(logprobs).all() or (np.exp(logprobs.astype(np.float64)).sum(1) > 1 + LOGPROB_SLACK).any():
+        return "log-probs of the teacher must be finite, and their probabilities at most 1 in all"
+    return "a token of the teacher is below 0" if loss and tokens.min() < 0 else ""
 
 
 def _reward_problem(row: Row) -> str:

@@ -26,7 +26,7 @@ from pathlib import Path
 import torch
 
 from realsys.cluster.commit_folder import checksum_of
-from realsys.config.dataflow import KV_VERSIONS, SOURCE_KEYS, TEMPERATURES, TOKEN_REWARDS
+from realsys.config.dataflow import KV_VERSIONS, SOURCE_KEYS, TEACHER, TEMPERATURES, TOKEN_REWARDS
 from realsys.errors import StreamError
 from realsys.model_calls import Empty, KeepDroppedRequest
 from realsys.observe.dropped_groups import DroppedEpisode, DroppedGroup, DroppedWriter, Room
@@ -97,7 +97,7 @@ class SampleRecorder:
         if (directory / files.worker_file(self._worker)).exists():
             _, arrays = files.read_worker_file(directory, self._worker)
             for (sample_id, key), array in arrays.items():
-                if key in SOURCE_KEYS | {TOKEN_REWARDS, KV_VERSIONS, TEMPERATURES}:
+                if key in SOURCE_KEYS | TEACHER | {TOKEN_REWARDS, KV_VERSIONS, TEMPERATURES}:
                     self._data.put(sample_id, {key: array})
         return Empty()
 

@@ -5,6 +5,7 @@
     gspo.py       clipped sequence ratio
     cispo.py      clipped weight
     reinforce.py  no ratio
+    distill.py    divergence to a teacher
 
 ``realsys.algorithm.loss`` contains the part that all losses share.
 """

@@ -42,6 +42,9 @@ class LossInputs:
                          the returned loss may be anything, NaN included: it is not used
     segments             row and episode of each token; None if the caller does not know them
     cfg                  ``train.ppo``
+    top_theta   float32  [t, k], as theta, of the tokens that the teacher finds most probable at each token; has a
+                         gradient. None unless the loss takes an argument ``top_k``, which is k
+    top_teacher float32  [t, k], log-probs of the same tokens under the teacher
 
     An ``episode_level`` loss gets the u and w of episodes instead.
     """
@@ -55,6 +58,8 @@ class LossInputs:
     mask: Tensor
     segments: Segments | None
     cfg: PPOConfig
+    top_theta: Tensor | None = None
+    top_teacher: Tensor | None = None
 
     @property
     def clipped_u(self) -> Tensor:

@@ -4,6 +4,8 @@ A group is two frames: a msgpack header, and its arrays as raw little-endian mem
 
     [header, with loss masks, versions and routes as runs][tokens of all rows | logprobs of all rows]
 
+If a teacher was asked, its tokens follow those of the rows, and its log-probs theirs.
+
 Loss mask and versions seldom change within a row, so runs encode in a few bytes what would be half of the payload. The
 arrays share one frame, although joining them copies: one frame per array costs libzmq and the kernel more than the
 copy, at any size (twice the CPU time for a group of 8 x 32k tokens).
@@ -69,7 +71,7 @@ FINISH_REASONS: tuple[FinishReason, ...] = ("stop", "length", "abort")
 
 
 class PlainRowHeader(msgspec.Struct, array_like=True, frozen=True):
-    """A RowHeader as it is sent if all tokens have the temperature of the trial."""
+    """A RowHeader as it is sent if all tokens have the temperature of the trial, and no teacher was asked."""
 
     mask: Annotated[list[Run], msgspec.Meta(min_length=1)]
     finish: Annotated[int, msgspec.Meta(ge=0, lt=len(FINISH_REASONS))]
@@ -89,9 +91,11 @@ class RowHeader(PlainRowHeader, array_like=True, frozen=True):
     route         (index into the group's servers, tokens) runs; empty if the servers are not known
     rewards       (position, reward) of single tokens
     temperatures  (temperature, tokens) runs over the L tokens; 0: that of the trial; empty: all have it
+    top_k         tokens of a teacher for each of the L tokens; 0: no teacher was asked
     """
 
     temperatures: list[tuple[float, Run]] = []
+    top_k: Count = 0
 
     @property
     def length(self) -> int:
@@ -180,6 +184,7 @@ def encode_group(group: Group, slabs: Slabs | None = None) -> list[bytes | memor
     """
     tokens: list[Any] = []
     logprobs: list[Any] = []
+    teachers: list[tuple[I32, F32]] = []
     servers: dict[str, int] = {}
     episodes: list[EpisodeHeader] = []
     elements = 0
@@ -190,6 +195,9 @@ def encode_group(group: Group, slabs: Slabs | None = None) -> list[bytes | memor
             tokens.append(np.ascontiguousarray(row.tokens))
             logprobs.append(np.ascontiguousarray(row.logprobs))
             elements += len(row.tokens) + len(row.logprobs)
+            if row.teacher is not None:
+                teachers.append(row.teacher)
+                elements += 2 * row.teacher[0].size
         episodes.append(EpisodeHeader(rows, float(episode.reward), episode.correct, episode.metrics))
     header = GroupHeader(
         group.ticket,
@@ -201,7 +209,9 @@ def encode_group(group: Group, slabs: Slabs | None = None) -> list[bytes | memor
         list(servers),
         episodes,
     )
-    return [msgspec.msgpack.encode(header), _join([*tokens, *logprobs], ITEM * elements, slabs)]
+    tops, top_logprobs = ([np.ravel(each[part]) for each in teachers] for part in (0, 1))
+    arrays = [*tokens, *tops, *logprobs, *top_logprobs]
+    return [msgspec.msgpack.encode(header), _join(arrays, ITEM * elements, slabs)]
 
 
 def _row_header(what: str, row: Row, servers: dict[str, int]) -> PlainRowHeader:
@@ -217,6 +227,11 @@ def _row_header(what: str, row: Row, servers: dict[str, int]) -> PlainRowHeader:
         if array.dtype != dtype or array.shape != (size,):
             shape = list(array.shape)
             raise StreamError(f"{what}: {name} is {array.dtype}{shape}, must be {dtype.name}[{size}]")
+    top_k = 0 if row.teacher is None else row.teacher[0].shape[-1]
+    for own, kind in zip(row.teacher or (), (INT, FLOAT), strict=False):
+        if own.dtype != kind or own.shape != (loss_tokens, top_k):
+            needed = f"{kind.name}[{loss_tokens}, {top_k}]"
+            raise StreamError(f"{what}: teacher has {own.dtype}{list(own.shape)}, must be {needed}")
     # The decoder relies on it, too: the runs of a mask begin with False.
     if not length or row.loss_mask[0]:
         raise StreamError(f"{what}: a row must begin with a token outside the loss: nothing predicts the first one")
@@ -229,9 +244,9 @@ def _row_header(what: str, row: Row, servers: dict[str, int]) -> PlainRowHeader:
     route = [(servers.setdefault(server, len(servers)), count) for server, count in row.route]
     finish = FINISH_REASONS.index(row.finish_reason)
     versions, rewards = version_runs(row.versions, row.kv_versions), list(row.rewards)
-    if not row.temperatures:
+    if not row.temperatures and row.teacher is None:
         return PlainRowHeader(mask, finish, versions, route, rewards)
-    return RowHeader(mask, finish, versions, route, rewards, list(row.temperatures))
+    return RowHeader(mask, finish, versions, route, rewards, list(row.temperatures), top_k)
 
 
 def _join(arrays: list[Any], size: int, slabs: Slabs | None) -> bytes | memoryview:
@@ -257,9 +272,10 @@ def decode_group(frames: Sequence[Buffer]) -> Group:
     _check_header(header)
     rows = [row for episode in header.episodes for row in episode.rows]
     n_tokens, n_loss = sum(row.length for row in rows), sum(row.loss_tokens for row in rows)
-    payload = _payload(frames[1], n_tokens + n_loss, header.ticket.ticket_id)
-    tokens = payload[:n_tokens]
-    logprobs: F32 = payload[n_tokens:].view(FLOAT)
+    n_top = sum(row.loss_tokens * row.top_k for row in rows)
+    payload = _payload(frames[1], n_tokens + n_loss + 2 * n_top, header.ticket.ticket_id)
+    tokens = payload[: n_tokens + n_top]
+    logprobs: F32 = payload[n_tokens + n_top :].view(FLOAT)
     if tokens.min() < 0:
         raise DecodeError(f"group {header.ticket.ticket_id}: token {tokens.min()} < 0")
     for start in range(0, len(logprobs), CHUNK):
@@ -275,6 +291,7 @@ def decode_group(frames: Sequence[Buffer]) -> Group:
         logprobs,
         expand_versions([run for row in rows for run in row.versions]),
         expand_masks([row.mask for row in rows], n_tokens),
+        (tokens[n_tokens:], logprobs[n_loss:]),
     )
     episodes = [
         Episode(
@@ -291,13 +308,15 @@ def decode_group(frames: Sequence[Buffer]) -> Group:
 class _Arrays:
     """The arrays of all rows of a group, one after the other, handed out row by row."""
 
-    def __init__(self, tokens: I32, logprobs: F32, versions: I32, masks: Mask) -> None:
+    def __init__(self, tokens: I32, logprobs: F32, versions: I32, masks: Mask, teacher: tuple[I32, F32]) -> None:
         self._tokens = tokens
         self._logprobs = logprobs
         self._versions = versions
         self._masks = masks
+        self._teacher = teacher
         self._next_token = 0
         self._next_loss_token = 0
+        self._next_top = 0
 
     def next_row(self, header: RowHeader, servers: Sequence[str]) -> Row:
         """Return the next row; its arrays are views."""
@@ -305,6 +324,10 @@ class _Arrays:
         loss_start = self._next_loss_token
         self._next_token += header.length
         self._next_loss_token += header.loss_tokens
+        shape = header.loss_tokens, header.top_k
+        top = slice(self._next_top, self._next_top + header.loss_tokens * header.top_k)
+        self._next_top = top.stop
+        teacher = self._teacher[0][top].reshape(shape), self._teacher[1][top].reshape(shape)
         return Row(
             tokens=self._tokens[token_start : self._next_token],
             loss_mask=self._masks[token_start : self._next_token],
@@ -315,6 +338,7 @@ class _Arrays:
             rewards=tuple(header.rewards),
             kv_versions=expand_kv_versions(header.versions),
             temperatures=tuple(header.temperatures),
+            teacher=teacher if header.top_k else None,
         )
 
 

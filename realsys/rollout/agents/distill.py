@@ -1,12 +1,13 @@
 """The agent ``distill``: a completion whose tokens a teacher scores (on-policy distillation, arXiv 2306.13649).
 
-    single_turn ──row──> teacher of the prompt's row: log-probs of exactly these tokens ──> Row.rewards
+    single_turn ──row──> teacher of the prompt's row: log-probs of exactly these tokens ──> Row.rewards, Row.teacher
                             └─ Trouble ──┬─ busy, unreachable, too late, status 5xx: again, for at most ``outage_s``
                                          ├─ this completion has no scores: RewardError
                                          └─ the teacher has never had any, or not for long: StuckError
 
 Reward of a loss token: log p_teacher - log p_sampled, whose mean over samples is -KL(student || teacher). With
-``train.ppo.turn_rewards`` and gamma 0 it is the token's advantage (``algorithm=distill_endpoint``).
+``train.ppo.turn_rewards`` and gamma 0 it is the token's advantage (``algorithm=distill_endpoint``). If the loss reads a
+teacher's top k (``algorithm=distill_topk_endpoint``), the row also has these at each loss token.
 
 `error-is-not-data`: a token has a reward only if the teacher sent its log-prob, and its text if it sends texts.
 """
@@ -28,6 +29,7 @@ from pydantic import Field
 from realsys.algorithm.kl import MAX_LOG_RATIO
 from realsys.cluster.http_client import CallFailed, HttpClient, attempts
 from realsys.cluster.stream.codec import LOGPROB_SLACK
+from realsys.config.dataflow import TEACHER_TOKENS, dataflow_of
 from realsys.config.fields import Name, NonNegativeFloat, Positive, PositiveFloat, Section, arguments_of
 from realsys.config.schema import Config
 from realsys.config.trial_sizes import longest_sequence
@@ -40,7 +42,7 @@ from realsys.reward.verifier_protocol import ENDPOINT
 from realsys.rollout.agents.contract import AgentParts, Session
 from realsys.rollout.agents.single_turn import SingleTurn
 from realsys.rollout.environments import Task
-from realsys.types import F32, Episode
+from realsys.types import F32, I32, Episode
 
 log = logging.getLogger(__name__)
 
@@ -72,8 +74,10 @@ class Distill(SingleTurn):
         super().__init__(parts)
         self.check(parts.config, parts.tokenizer, **arguments)
         given = arguments_of(DistillArguments, arguments, _FIELD)
-        longest = longest_sequence(parts.config)
-        self._teachers = {name: Teacher(name, given, parts.tokenizer, longest) for name in given.teachers}
+        longest, ppo = longest_sequence(parts.config), parts.config.train.ppo
+        self._rewards = ppo.turn_gamma is not None
+        top_k = ppo.top_k if TEACHER_TOKENS in dataflow_of(parts.config).source_keys else 0
+        self._teachers = {name: Teacher(name, given, parts.tokenizer, longest, top_k) for name in given.teachers}
 
     @staticmethod
     def longest_row(config: Config, **arguments: Any) -> int:
@@ -90,7 +94,7 @@ class Distill(SingleTurn):
         if unknown := sorted(given.models.keys() - given.teachers.keys()):
             raise ConfigError(f"{_FIELD}.models", unknown[0], "is not the name of a teacher")
         check_key(given.api_key_env, f"{_FIELD}.api_key_env")
-        if config.train.ppo.turn_gamma is None:
+        if config.train.ppo.turn_gamma is None and not config.train.ppo.top_k:
             problem = "must be true to train the rewards of tokens: set algorithm=distill_endpoint"
             raise ConfigError("train.ppo.turn_rewards", False, problem)
         if (temperature := config.generation.sampling.temperature) != 1.0:
@@ -109,9 +113,10 @@ class Distill(SingleTurn):
         row = episode.rows[0]
         if places := np.flatnonzero(row.loss_mask).tolist():
             begin = time.perf_counter()
-            scores = await teacher.logprobs(row.tokens.tolist(), places[0])
+            scores, row.teacher = await teacher.score(row.tokens.tolist(), places[0])
             gains = np.clip(scores - row.logprobs, -MAX_LOG_RATIO, MAX_LOG_RATIO)
-            row.rewards = tuple(zip(places, gains.tolist(), strict=True))
+            if self._rewards:
+                row.rewards = tuple(zip(places, gains.tolist(), strict=True))
             episode.metrics["teacher_seconds"] = time.perf_counter() - begin
             for name in ("teacher_kl", *([f"teacher_kl/{teacher.name}"] if len(self._teachers) > 1 else [])):
                 episode.metrics[name] = -float(gains.mean())
@@ -134,9 +139,12 @@ class Distill(SingleTurn):
 class Teacher:
     """A teacher behind an endpoint."""
 
-    def __init__(self, name: str, given: DistillArguments, tokenizer: TextTokenizer, longest: int) -> None:
-        """``longest``: tokens of the longest row."""
+    def __init__(
+        self, name: str, given: DistillArguments, tokenizer: TextTokenizer, longest: int, top_k: int = 0
+    ) -> None:
+        """``longest``: tokens of the longest row; ``top_k``: most probable tokens to ask for at each loss token."""
         self.name = name
+        self._top_k = top_k
         url = given.teachers[name].rstrip("/")
         self._native = url.endswith(_GENERATE)
         self._url = url if self._native else f"{url}/completions"
@@ -145,15 +153,16 @@ class Teacher:
         self._tokenizer = tokenizer
         self._key = os.environ[given.api_key_env].strip() if given.api_key_env else ""
         most, per_token = _REPLY_BYTES
-        self._client = HttpClient(key=self._key, max_reply=most + per_token * longest)
+        self._client = HttpClient(key=self._key, max_reply=most + per_token * longest * (4 + top_k) // 4)
         self._places = asyncio.Semaphore(given.concurrency)
         self._answered = False  # it has sent scores: another refusal may be the completion's fault
         self._is_away = False
         self._failed = 0  # completions without scores since the last one with them
 
-    async def logprobs(self, tokens: list[int], begin: int) -> F32:
+    async def score(self, tokens: list[int], begin: int) -> tuple[F32, tuple[I32, F32] | None]:
         """Return the teacher's log-probs of ``tokens[begin:]``, each after all tokens before it; ``begin`` above 0.
 
+        With ``top_k`` also its most probable tokens at each of them and their log-probs, as ``Row.teacher``, else None.
         Raises RewardError if it sends none, StuckError if it will never send any.
         """
         problem, fatal = "no answer", False
@@ -162,6 +171,7 @@ class Teacher:
                 try:
                     body = await self._client.call(self._url, self._body(tokens, begin), self._given.timeout_s)
                     scores = read_scores(body, tokens, begin, native=self._native)
+                    top = read_top(body, len(scores), self._top_k, native=self._native) if self._top_k else None
                 except CallFailed as failed:
                     trouble = trouble_of(failed)
                     problem, fatal = str(trouble), trouble.fatal
@@ -176,7 +186,7 @@ class Teacher:
                 else:
                     self._check_texts(tokens[begin:], [text for _, text in scores])
                     self._answered, self._is_away, self._failed = True, False, 0
-                    return np.array([value for value, _ in scores], np.float32)
+                    return np.array([value for value, _ in scores], np.float32), top
         raise self._error(problem, fatal=fatal)
 
     async def close(self) -> None:
@@ -187,9 +197,10 @@ class Teacher:
         if self._native:
             # SGLang leaves out the first score of those that it returns.
             asked = {"return_logprob": True, "logprob_start_len": begin - 1, "return_text_in_logprobs": True}
+            asked |= {"top_logprobs_num": self._top_k} if self._top_k else {}
             return {"input_ids": tokens, "sampling_params": {"max_new_tokens": 1, "temperature": 0}, **asked}
         model = {"model": self._model} if self._model else {}
-        return {"prompt": tokens, "max_tokens": 1, "temperature": 0, "prompt_logprobs": 0, **model}
+        return {"prompt": tokens, "max_tokens": 1, "temperature": 0, "prompt_logprobs": self._top_k, **model}
 
     def _check_texts(self, tokens: Sequence[int], texts: Sequence[str | None]) -> None:
         """Raise StuckError if a token has another text at the teacher: then its scores are those of other texts."""
@@ -232,6 +243,7 @@ class _Completed(msgspec.Struct):
 
 class _Meta(msgspec.Struct):
     input_token_logprobs: list[tuple[float | None, int, str | None]]
+    input_top_logprobs: list[list[tuple[float | None, int, str | None]] | None] = []
 
 
 class _Generated(msgspec.Struct):
@@ -262,6 +274,28 @@ def read_scores(body: bytes, tokens: Sequence[int], begin: int, *, native: bool)
             raise ValueError(f"the log-prob of token {token} is {value}: it must be a finite number, and at most 0")
         found.append((value, text if given == token else None))
     return found
+
+
+def read_top(body: bytes, count: int, k: int, *, native: bool) -> tuple[I32, F32]:
+    """Return the k most probable tokens, and their log-probs, at each of the last ``count`` tokens of a reply.
+
+    Arrays [count, k], the most probable token first. Raises ValueError if there are not as many.
+    """
+    if native:
+        places = msgspec.json.decode(body, type=_Generated).meta_info.input_top_logprobs
+        sent = [[(value, token) for value, token, _ in at or ()] for at in places]
+    else:
+        choices = msgspec.json.decode(body, type=_Completed).choices
+        sent = [[(scored.logprob, token) for token, scored in (at or {}).items()] for at in choices[0].prompt_logprobs]
+    sent = sent[-count:] if len(sent) >= count else [[]]
+    if (fewest := min(map(len, sent))) < k:
+        field = "input_top_logprobs" if native else "prompt_logprobs"
+        problem = f"{field} has {fewest} tokens at a place, and train.ppo.loss_args.top_k asks for {k}"
+        raise ValueError(f"{problem}: lower it, or let the endpoint send as many (vLLM: --max-logprobs)")
+    if not all(value is not None and math.isfinite(value) for at in sent for value, _ in at):
+        raise ValueError("a log-prob of its most probable tokens is not a finite number")
+    best = np.array([sorted(at, reverse=True)[:k] for at in sent], np.float64)
+    return best[:, :, 1].astype(np.int32), best[:, :, 0].astype(np.float32)
 
 
 def _of_generate(body: bytes) -> list[_Entry]:

@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
+from realsys.config.dataflow import TEACHER_TOKENS
 from realsys.model_files.architecture import HfModel, stage_layers
 from realsys.train.megatron.layers import Fused, block_spec, select_rows
 from realsys.train.megatron.megatron_core import GPTModel, TransformerConfig, gather_from_sequence_parallel_region
@@ -27,13 +28,15 @@ class Outputs:
     """The model's outputs that a loss reads, fp32 [a] over the loss tokens of a micro-batch.
 
     lm head     logprobs and entropy, which has a gradient only if train.ppo.entropy_coef > 0; highest, the log-prob of
-                the most probable token, without one
+                the most probable token, without one; top [a, k], the log-probs of the teacher's tokens if the batch has
+                them, with a gradient; -inf for a token that this model does not have
     value head  values, of the state before each token; or scores [n], the values at ``MicroBatch.ends``, if it has them
     """
 
     logprobs: torch.Tensor | None = None
     entropy: torch.Tensor | None = None
     highest: torch.Tensor | None = None
+    top: torch.Tensor | None = None
     values: torch.Tensor | None = None
     scores: torch.Tensor | None = None
 
@@ -135,15 +138,32 @@ class OutputHead:
             return Outputs(scores=self.evaluate(batch, hidden, batch.ends))
         if self._kind == "value":
             return Outputs(values=self.evaluate(batch, hidden, batch.rows))
-        return Outputs(*self._score(batch, hidden, self._scoring, temperature))
+        projected = self._projected(batch, hidden, self._scoring, temperature)
+        teacher = batch.arrays.get(TEACHER_TOKENS)
+        if teacher is None:
+            return Outputs(*projected_logprobs(*projected))
+        states, weight, targets, how = projected
+        asked = torch.cat([targets[:, None], teacher], 1)
+        logprobs, entropy, highest = projected_logprobs(states, weight, asked, how)
+        top = logprobs[:, 1:].masked_fill(teacher >= how.vocab, -torch.inf)
+        return Outputs(logprobs[:, 0], entropy, highest, top)
 
     def logprobs(self, batch: MicroBatch, hidden: torch.Tensor) -> torch.Tensor:
         """Return the log-probs of the loss tokens, fp32 [a]. For an lm head."""
-        return self._score(batch, hidden, replace(self._scoring, entropy=False))[0]
+        return projected_logprobs(*self._projected(batch, hidden, replace(self._scoring, entropy=False)))[0]
 
-    def _score(
+    def top_logprobs(self, batch: MicroBatch, hidden: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the k most probable tokens at each loss token, int64 [a, k], and the log-probs of the loss token and
+        of these, fp32 [a, 1 + k]. For an lm head.
+        """
+        states, weight, targets, how = self._projected(batch, hidden, replace(self._scoring, entropy=False))
+        tokens = top_tokens(states, weight, k, how)
+        return tokens, projected_logprobs(states, weight, torch.cat([targets[:, None], tokens], 1), how)[0]
+
+    def _projected(
         self, batch: MicroBatch, hidden: torch.Tensor, how: Scoring, temperature: float | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Scoring]:
+        """Return the arguments of ``projected_logprobs`` for the loss tokens."""
         module = self._module
         assert batch.targets is not None
         own = batch.temperature if temperature is None else temperature
@@ -152,7 +172,7 @@ class OutputHead:
         # own copy of it.
         tied = module.share_embeddings_and_output_weights and self._groups.first_stage
         weight = module.embedding.word_embeddings.weight if tied else module.output_layer.weight
-        return projected_logprobs(self._states(batch, hidden, batch.rows), weight, batch.targets, how)
+        return self._states(batch, hidden, batch.rows), weight, batch.targets, how
 
     def evaluate(self, batch: MicroBatch, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """Return the values of the states at ``rows``, fp32 [n]. For a value head."""
@@ -279,31 +299,31 @@ class _ProjectedLogprobs(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, how: Scoring
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-        (first, size), rows = how.shard(weight), len(targets)
+        (first, size), (rows, asked) = how.shard(weight), targets.shape
         columns = targets - first
         is_here, at = (columns >= 0) & (columns < size), columns.clamp(0, size - 1)
         temperature = how.temperature
         if not isinstance(temperature, torch.Tensor):
             temperature = torch.full((rows,), temperature, dtype=torch.float32, device=hidden.device)
-        sums = temperature.new_empty(4 if how.entropy else 3, rows)  # target's logit; those of the kernel
+        sums = temperature.new_empty(asked + (3 if how.entropy else 2), rows)  # logits of the targets; the kernel's
         for part in how.parts(rows):  # the logits of a chunk are free before the next ones are made
             logits = _logits(hidden[part], weight[:size], how)
-            sums[0, part] = logits.gather(1, at[part, None])[:, 0]
-            sums[1:, part] = sums_kernel.on(hidden.device)(logits, temperature[part, None], how.entropy)
+            sums[:asked, part] = logits.gather(1, at[part]).t()
+            sums[asked:, part] = sums_kernel.on(hidden.device)(logits, temperature[part, None], how.entropy)
             del logits
-        target, own, *_ = sums
+        own, total = sums[asked], sums[asked + 1]
         # The largest logit of all shards is subtracted, so that no exponential overflows.
         peak = own.clone()
         how.reduce(peak, dist.ReduceOp.MAX)
         shift = own - peak
         if how.entropy:
-            sums[3] += shift * sums[2]
-        sums[2:] *= shift.exp()
-        sums[0] = (target / temperature - peak).masked_fill(~is_here, 0.0)
+            sums[-1] += shift * total
+        sums[asked + 1 :] *= shift.exp()
+        sums[:asked] = (sums[:asked] / temperature - peak).masked_fill(~is_here.t(), 0.0)
         how.reduce(sums)  # one reduction, because each costs a latency
-        log_total = sums[2].log()
-        logprobs = sums[0] - log_total
-        entropy = log_total - sums[3] / sums[2] if how.entropy else None
+        log_total = total.log()
+        logprobs = (sums[:asked] - log_total).t()
+        entropy = log_total - sums[-1] / total if how.entropy else None
         ctx.save_for_backward(hidden, weight, columns, temperature, peak + log_total, entropy)
         ctx.how = how
         highest = -log_total
@@ -317,20 +337,34 @@ class _ProjectedLogprobs(torch.autograd.Function):
         _, size = how.shard(weight)
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         total = _gradient_buffer(weight) if ctx.needs_input_grad[1] else None
-        inputs = [columns, temperature, normaliser, grads[0]]
-        inputs += [entropy, grads[1]] if how.entropy_gradient else []
+        several = columns.shape[1] > 1
+        # With several targets of a row the kernel makes the part of -p, and the others are added before it is rounded.
+        inputs = [columns[:, 0] if not several else columns.new_full((len(columns),), -1), temperature, normaliser]
+        inputs += [grads[0].sum(1), *([entropy, grads[1]] if how.entropy_gradient else [])]
         for part in how.parts(len(columns)):
             logits = _logits(hidden[part], weight[:size], how)
             of_rows = (each[part, None] for each in inputs)
-            slope = logit_gradient_kernel.on(hidden.device)(logits, weight.dtype, *of_rows)
+            dtype = torch.float32 if several else weight.dtype
+            slope = logit_gradient_kernel.on(hidden.device)(logits, dtype, *of_rows)
+            del logits
+            if several:
+                slope = _add_targets(slope, columns[part], grads[0][part] / temperature[part, None]).to(weight.dtype)
             if grad_hidden is not None:
                 torch.mm(slope, weight[:size], out=grad_hidden[part])
             if total is not None:
                 _add_product(total[:size], slope.t(), hidden[part])
-            del logits, slope
+            del slope
         if grad_hidden is not None:
             how.reduce(grad_hidden)  # each rank computed the part of its shard of the vocabulary
         return grad_hidden, None if total is None else _rest_of(weight, total), None, None
+
+
+def _add_targets(slope: torch.Tensor, columns: torch.Tensor, grads: torch.Tensor) -> torch.Tensor:
+    """Add ``grads`` [n, m] to ``slope`` [n, V/tp] at ``columns`` [n, m], if these are in the shard."""
+    is_here, at = (columns >= 0) & (columns < slope.shape[1]), columns.clamp(0, slope.shape[1] - 1)
+    grads = grads.masked_fill(~is_here, 0.0)
+    # The sampled token may be one of the others, which differ: two calls, so that the order of the sums is fixed.
+    return slope.scatter_add_(1, at[:, :1], grads[:, :1]).scatter_add_(1, at[:, 1:], grads[:, 1:])
 
 
 def _gradient_buffer(weight: torch.Tensor) -> torch.Tensor:
@@ -365,10 +399,37 @@ def projected_logprobs(
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
     """Return log-probs of ``targets``, entropies, and log-probs of the most probable tokens, fp32 [n] each, in nats.
 
-    ``hidden`` [n, h], this rank's ``weight`` [V/tp, h], ``targets`` int64 [n]. ``hidden`` is the
-    same on all ranks of ``how.group``, and so are the results and the gradient of ``hidden``. The
-    entropy is None without ``how.entropy``, and has a gradient only with ``how.entropy_gradient``.
+    ``hidden`` [n, h], this rank's ``weight`` [V/tp, h], ``targets`` int64 [n]; or [n, m] for m log-probs of each row,
+    whose tokens after the first one differ from each other. ``hidden`` is the same on all ranks of ``how.group``, and
+    so are the results and the gradient of ``hidden``. The entropy is None without ``how.entropy``, and has a gradient
+    only with ``how.entropy_gradient``.
     """
     function: Any = _ProjectedLogprobs
-    logprobs, entropy, highest = function.apply(hidden, weight, targets, how)
-    return logprobs, entropy, highest
+    one = targets.dim() == 1
+    logprobs, entropy, highest = function.apply(hidden, weight, targets[:, None] if one else targets, how)
+    return logprobs[:, 0] if one else logprobs, entropy, highest
+
+
+@torch.no_grad()
+def top_tokens(hidden: torch.Tensor, weight: torch.Tensor, k: int, how: Scoring) -> torch.Tensor:
+    """Return the k most probable tokens after each of ``hidden``, int64 [n, k], in descending order.
+
+    Arguments as in ``projected_logprobs``; the result is the same on all ranks of ``how.group``.
+    """
+    first, size = how.shard(weight)
+    own = min(k, len(weight))
+    values = torch.empty(len(hidden), own, dtype=torch.float32, device=hidden.device)
+    tokens = torch.empty(len(hidden), own, dtype=torch.int64, device=hidden.device)
+    for part in how.parts(len(hidden)):
+        logits = _logits(hidden[part], weight, how)
+        logits[:, size:] = -torch.inf  # padding
+        values[part], tokens[part] = logits.topk(own)
+        del logits
+    tokens += first
+    if how.group is None or how.group.size() == 1:
+        return tokens
+    shards = [[torch.empty_like(each) for _ in range(how.group.size())] for each in (values, tokens)]
+    for gathered, each in zip(shards, (values, tokens), strict=True):
+        dist.all_gather(gathered, each, group=how.group)
+    all_values, all_tokens = (torch.cat(gathered, 1) for gathered in shards)
+    return all_tokens.gather(1, all_values.topk(k).indices)

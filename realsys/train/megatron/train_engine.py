@@ -141,6 +141,13 @@ class MegatronEngine:
         self._require_head("lm")
         return self._read(batches, lambda batch, hidden: self._head.logprobs(batch, hidden))
 
+    def top_logprobs(self, batches: Sequence[MicroBatch], k: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return the k most probable tokens at each loss token, and log-probs (``OutputHead.top_logprobs``), per
+        micro-batch; [] before the last stage.
+        """
+        self._require_head("lm")
+        return self._read(batches, lambda batch, hidden: self._head.top_logprobs(batch, hidden, k))
+
     def values(self, batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
         """Return the values of the states of the loss tokens, fp32 [a + n] per micro-batch of n rows. For a value head.
 

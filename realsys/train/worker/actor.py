@@ -15,7 +15,7 @@ from realsys.algorithm.loss import actor_loss, interpolated_prox, loss_denominat
 from realsys.algorithm.loss_tokens import Segments
 from realsys.algorithm.losses import ConfiguredLoss, load_loss
 from realsys.algorithm.minibatches import counts_in_loss
-from realsys.config.dataflow import KV_VERSIONS
+from realsys.config.dataflow import KV_VERSIONS, TEACHER_LOGPROBS, TEACHER_TOKENS
 from realsys.config.schema_train import PPOConfig
 from realsys.model_calls import SNAPSHOT, MfcRequest, SnapshotPlan
 from realsys.train.megatron.heads import Outputs
@@ -34,7 +34,7 @@ from realsys.train.worker.packing import MicroBatch, split_rows
 from realsys.types import SequenceRef
 
 #: arrays that the loss may read; the dataflow decides which of them the call gets
-_READ = ("behav_logprobs", "prox_logprobs", "advantages", "ref_logprobs")
+_READ = ("behav_logprobs", "prox_logprobs", "advantages", "ref_logprobs", TEACHER_TOKENS, TEACHER_LOGPROBS)
 #: (micro-batch, log-probs theta of its loss tokens [t]) -> proximal log-probs [t], no gradient
 Proximal = Callable[[MicroBatch, torch.Tensor], torch.Tensor]
 
@@ -113,6 +113,7 @@ class ActorTrain:
                 entropy=outputs.entropy,
                 ref=batch.arrays.get("ref_logprobs"),
                 kl_coef=kl_coef,
+                top=None if outputs.top is None else (outputs.top, batch.arrays[TEACHER_LOGPROBS]),
             )
 
         return loss
@@ -152,7 +153,7 @@ def segments_of(refs: Sequence[SequenceRef]) -> Segments:
 # ---- forward passes: log-probs of actor and reference, values of the critic, scores of a reward model
 #
 #     actor_inf    tokens  -> prox_logprobs
-#     ref_inf      tokens  -> ref_logprobs
+#     ref_inf      tokens  -> ref_logprobs; teacher_tokens and teacher_logprobs, if a loss reads them
 #     critic_inf   tokens  -> values
 #     reward_inf   tokens  -> scores, in the reply
 #
@@ -269,11 +270,12 @@ def measure_agreement(differences: torch.Tensor, role: Role) -> dict[str, float]
 
 class ReferenceInference:
     """Handler of ``ref_inf``: log-probs of the loss tokens under a frozen model, at the sampling
-    temperature; at 1 in a supervised run.
+    temperature; at 1 in a supervised run. If a loss reads a teacher's top k, the model is the teacher.
     """
 
     def run(self, role: Role, request: MfcRequest) -> CallOutcome:
-        computed = store_logprobs(role, sequences_per_rank(request), "ref_logprobs")
+        per_rank = sequences_per_rank(request)
+        computed = _store_top(role, per_rank) if role.data.top_k else store_logprobs(role, per_rank, "ref_logprobs")
         flat = torch.from_numpy(np.concatenate([np.zeros(0, np.float32), *computed.values()]))
         stats = {"tokens": torch.tensor(float(len(flat))), "ref_logprob_sum": flat.sum()}
         return CallOutcome(token_means(stats, role))
@@ -288,6 +290,20 @@ def store_logprobs(role: Role, per_rank: Sequence[Sequence[SequenceRef]], key: s
     computed = compute_logprobs(role, per_rank)
     for sample_id, values in computed.items():
         role.data.put(sample_id, {key: values})
+    return computed
+
+
+def _store_top(role: Role, per_rank: Sequence[Sequence[SequenceRef]]) -> dict[str, Array]:
+    """Store the log-probs of the loss tokens, and the most probable tokens at each with theirs; return the first."""
+    batches = role.microbatches(per_rank, gradients=False)
+    found = role.engine.top_logprobs(batches, role.data.top_k)
+    computed: dict[str, Array] = {}
+    for batch, (tokens, logprobs) in zip(batches, found, strict=role.groups.last_stage):
+        own = split_rows(batch, logprobs)
+        for sample_id, top in split_rows(batch, tokens).items():
+            computed[sample_id] = own[sample_id][:, 0]
+            arrays = {TEACHER_TOKENS: top.ravel(), TEACHER_LOGPROBS: own[sample_id][:, 1:].ravel()}
+            role.data.put(sample_id, {"ref_logprobs": computed[sample_id], **arrays})
     return computed
 
 

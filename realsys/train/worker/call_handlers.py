@@ -3,7 +3,7 @@
 
     handler         reads                                     makes                                   module
     actor_inf       tokens                                    prox_logprobs                           inference
-    ref_inf         tokens                                    ref_logprobs                            inference
+    ref_inf         tokens                                    ref_logprobs, a teacher's top k         inference
     critic_inf      tokens                                    values                                  inference
     reward_inf      tokens                                    scores, in the reply                    inference
     advantages      log-probs, ref_logprobs, values           advantages, returns                     advantages

@@ -55,6 +55,7 @@ from realsys.cluster.stream.worker_endpoint import WorkerEndpoint, WorkerRequest
 from realsys.config.allocation import ACTOR
 from realsys.config.dataflow import (
     KV_VERSIONS,
+    TEACHER_TOKENS,
     TEMPERATURES,
     TOKEN_REWARDS,
     Dataflow,
@@ -281,6 +282,7 @@ class ModelWorkerService:
             self._data.episode_limit = self._config.train.microbatch_tokens if whole_episodes else 0
             source_keys = dataflow_of(self._config).source_keys
             self._data.token_rewards = TOKEN_REWARDS in source_keys
+            self._data.teacher = TEACHER_TOKENS in source_keys
             self._data.kv_versions = KV_VERSIONS in source_keys
             if TEMPERATURES in source_keys:
                 self._data.temperature = self._config.generation.sampling.temperature
@@ -477,7 +479,7 @@ def execute(request: TransferRequest, data: DataManager, worker: int, device: De
                 operations.append(dist.P2POp(dist.isend, torch.from_numpy(message).to(device.device), target))
         elif worker == target:
             # The plan gives the size, so the source announces nothing.
-            size = sum(_nbytes(refs[sample_id], key) for sample_id, key in items)
+            size = sum(_nbytes(refs[sample_id], key, data.top_k) for sample_id, key in items)
             buffer = torch.empty(size, dtype=torch.uint8, device=device.device)
             arriving.append((items, buffer))
             if size:
@@ -511,19 +513,19 @@ def _by_pair(transfers: Iterable[Transfer], worker: int) -> dict[tuple[int, int]
     return {pair: list(items) for pair, items in pairs.items() if items}
 
 
-def _nbytes(ref: SequenceRef, key: str) -> int:
-    return array_size(ref, key) * np.dtype(ARRAY_KEYS[key][0]).itemsize
+def _nbytes(ref: SequenceRef, key: str, top_k: int) -> int:
+    return array_size(ref, key, top_k) * np.dtype(ARRAY_KEYS[key][0]).itemsize
 
 
 def _read(data: DataManager, ref: SequenceRef, key: str) -> Array:
     """Return the array as bytes, uint8."""
     array = data.get(ref.sample_id, key)
-    if len(array) != array_size(ref, key):
+    if len(array) != (size := array_size(ref, key, data.top_k)):
         # It would shift all arrays behind it in the message, and the destination would store wrong
         # numbers without an error.
         raise ModelError(
             f"{key} of sample {ref.sample_id} has {len(array)} elements, the plan expects "
-            f"{array_size(ref, key)} for its {ref.length} tokens, {ref.loss_tokens} of them in the loss: "
+            f"{size} for its {ref.length} tokens, {ref.loss_tokens} of them in the loss: "
             "this is a bug in the plan or in a call handler"
         )
     return array.view(np.uint8)
@@ -532,7 +534,7 @@ def _read(data: DataManager, ref: SequenceRef, key: str) -> Array:
 def _store(items: Sequence[Item], buffer: Array, refs: Mapping[str, SequenceRef], data: DataManager) -> None:
     offset = 0
     for sample_id, key in items:
-        size = _nbytes(refs[sample_id], key)
+        size = _nbytes(refs[sample_id], key, data.top_k)
         # A copy: a view would keep the whole message in memory until its last sample is cleared.
         data.put(sample_id, {key: buffer[offset : offset + size].copy().view(ARRAY_KEYS[key][0])})
         offset += size

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from realsys.algorithm.prefix_tree import shared_beginnings
-from realsys.config.dataflow import KV_VERSIONS, TEMPERATURES
+from realsys.config.dataflow import KV_VERSIONS, TEACHER_LOGPROBS, TEACHER_TOKENS, TEMPERATURES
 from realsys.data.learning import LearningRow
 from realsys.errors import StreamError
 from realsys.model_calls import SamplesArrived
@@ -36,8 +36,10 @@ class DataManager:
     also kept until ``release``, for the record of the step.
     """
 
-    def __init__(self, worker: int) -> None:
+    def __init__(self, worker: int, top_k: int = 0) -> None:
+        """``top_k``: entries of an array for each loss token, if its extent depends on it."""
         self._worker = worker
+        self.top_k = top_k
         self._lock = threading.Lock()
         self._samples: dict[str, dict[str, Array]] = {}
         self._origins: dict[str, GroupOrigin] = {}  # sample id -> origin of its group
@@ -50,6 +52,7 @@ class DataManager:
         self.row_limit = 0  # tokens of the longest row that can be trained; 0: not known yet
         self.episode_limit = 0  # tokens of an episode, for a loss that needs all its rows in one micro-batch; 0: none
         self.token_rewards = False  # True if the dataflow reads rewards of single tokens
+        self.teacher = False  # True if the dataflow reads a teacher's tokens, which rows bring
         self.kv_versions = False  # True if the dataflow reads the versions of keys
         self.temperature = 0.0  # temperature of the trial; 0 if the dataflow does not read temperatures of tokens
         self._warned = False
@@ -227,6 +230,10 @@ class DataManager:
             runs = row.temperatures or ((0.0, row.loss_tokens),)
             each, counts = zip(*((own or self.temperature, count) for own, count in runs), strict=True)
             arrays[TEMPERATURES] = np.repeat(np.array(each, np.float32), counts)
+        if self.teacher:
+            tokens, logprobs = row.teacher or (np.zeros(0), np.zeros(0))  # without loss tokens
+            arrays[TEACHER_TOKENS] = np.array(tokens, dtype=np.int32).ravel()
+            arrays[TEACHER_LOGPROBS] = np.array(logprobs, dtype=np.float32).ravel()
         if self.token_rewards:
             at_tokens = np.zeros(len(row.tokens), np.float32)
             for position, reward in row.rewards:
@@ -245,6 +252,10 @@ class DataManager:
         """
         group_name = f"model_worker/{self._worker}: group {group.ticket.ticket_id} of {group.worker}"
         self._check_rows(group_name, [row.tokens for episode in group.episodes for row in episode.rows])
+        for row in (row for episode in group.episodes for row in episode.rows if self.teacher and row.loss_tokens):
+            if (have := 0 if row.teacher is None else row.teacher[0].shape[1]) != self.top_k:
+                problem = f"has {have} tokens of a teacher at each loss token, but train.ppo.loss reads {self.top_k}"
+                raise StreamError(f"{group_name} {problem}: rollout.agent must set Row.teacher")
         most = max(sum(len(row.tokens) for row in episode.rows) for episode in group.episodes)
         if most > self.episode_limit > 0:
             raise StreamError(
@@ -326,9 +337,10 @@ class DataManager:
         return metas
 
 
-def array_size(ref: SequenceRef, key: str) -> int:
-    """Return the number of elements of the array ``key`` of this sequence."""
-    elements = {"sequence": ref.length, "loss": ref.loss_tokens, "loss_and_end": ref.loss_tokens + 1}
+def array_size(ref: SequenceRef, key: str, top_k: int = 0) -> int:
+    """Return the number of elements of the array ``key`` of this sequence; ``top_k``: ``DataManager.top_k``."""
+    tokens = ref.loss_tokens
+    elements = {"sequence": ref.length, "loss": tokens, "loss_and_end": tokens + 1, "top_k": tokens * top_k}
     return elements[ARRAY_KEYS[key][1]]
 
 
@@ -348,7 +360,11 @@ def without_older(arrays: Mapping[str, Array], oldest: int) -> dict[str, Array]:
     follows no token that is left.
     """
     kept = arrays["versions"] >= oldest
-    masked = {key: array[kept] if ARRAY_KEYS[key][1] == "loss" else array for key, array in arrays.items()}
+    masked = {
+        # as many entries for each token as the array has
+        key: array[kept.repeat(array.size // max(1, len(kept)))] if ARRAY_KEYS[key][1] in ("loss", "top_k") else array
+        for key, array in arrays.items()
+    }
     masked["loss_mask"] = arrays["loss_mask"].copy()
     masked["loss_mask"][arrays["loss_mask"]] = kept
     if "token_rewards" in arrays:

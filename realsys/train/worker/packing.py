@@ -26,7 +26,7 @@ from realsys.algorithm.prefix_tree import RowTree, row_tree
 from realsys.cluster.gpu_devices import on_device
 from realsys.config.dataflow import TEMPERATURES
 from realsys.train.worker.data_manager import Array, DataManager
-from realsys.types import SequenceRef, constant
+from realsys.types import ARRAY_KEYS, SequenceRef, constant
 
 I64 = npt.NDArray[np.int64]
 
@@ -43,7 +43,7 @@ class MicroBatch:
     rows: torch.Tensor  # int64 [a]; last stage, elsewhere empty
     tokens: torch.Tensor | None = None  # int64 [t]; first stage
     targets: torch.Tensor | None = None  # int64 [a]; last stage
-    arrays: dict[str, torch.Tensor] = field(default_factory=dict)  # float32 [a] each; last stage
+    arrays: dict[str, torch.Tensor] = field(default_factory=dict)  # [a] each, or [a, k] of a teacher; last stage
     temperature: float | torch.Tensor | None = None  # of all loss tokens, or float32 [a]; None: that of the trial
     positions: I64 = field(
         default_factory=lambda: np.zeros(0, np.int64)
@@ -130,8 +130,11 @@ class MicroBatchPacker:
                 batch.targets = self._tensor(_concatenate(rows, np.int64)[batch.positions])
         if self._last:
             for key in keys:
-                arrays = [self._data.get(ref.sample_id, key)[: ref.loss_tokens] for ref in ordered]
-                batch.arrays[key] = self._tensor(_concatenate(arrays, np.float32))
+                dtype, span = ARRAY_KEYS[key]
+                width = self._data.top_k if span == "top_k" else 1
+                arrays = [self._data.get(ref.sample_id, key)[: width * ref.loss_tokens] for ref in ordered]
+                flat = _concatenate(arrays, np.dtype(dtype).type)
+                batch.arrays[key] = self._tensor(flat.reshape(-1, width) if span == "top_k" else flat)
             batch.temperature = self._temperature(ordered)
         return batch
 

@@ -27,6 +27,8 @@ FAULTS = {
 class TeacherEndpoint:
     """``score``: log-prob of a token at a place; ``text``: its text. ``faults``: of the next requests, then ``always``.
 
+    Asked for top tokens, it finds 0 and those after it most probable, each with half the probability of the one before.
+
     fault "few": the score of one token is left out; "nan", "positive": one is no log-prob; "hang": no reply.
     """
 
@@ -35,6 +37,7 @@ class TeacherEndpoint:
     last: int = -1  # last token of its vocabulary, which SGLang reports as 0
     faults: list[str] = field(default_factory=list)
     always: str = ""
+    most: int = 20  # top tokens that it sends
     url: str = ""
     bodies: list[dict[str, Any]] = field(default_factory=list)
     keys: list[str] = field(default_factory=list)
@@ -62,11 +65,17 @@ class TeacherEndpoint:
         scores: Scores = [None, *(self.score(place, token) for place, token in enumerate(tokens) if place)]
         scores[-1] = {"nan": None, "positive": 0.5}.get(fault, scores[-1])
         left = list(zip(tokens, scores, strict=True))[: -1 if fault == "few" else None]
+        top = [
+            (-0.7 * (token + 1), token)
+            for token in range(body.get("top_logprobs_num", body.get("prompt_logprobs")) or 0)
+        ]
+        top = top[: self.most]
         if "prompt" in body:
             by_token = [
                 value
                 if value is None
-                else {str(token): {"logprob": value, "rank": 1, "decoded_token": self.text(token)}}
+                else {str(token): {"logprob": score} for score, token in top}
+                | {str(token): {"logprob": value, "rank": 1, "decoded_token": self.text(token)}}
                 for token, value in left
             ]
             return {"choices": [{"index": 0, "text": "", "prompt_logprobs": by_token}]}
@@ -76,7 +85,11 @@ class TeacherEndpoint:
         for entry in entries:
             if entry[1] == self.last:
                 entry[1:] = [0, self.text(0)]
-        return {"text": "", "meta_info": {"input_token_logprobs": entries}}
+        tops = [None, *[[(value, token, None) for value, token in top] for _ in entries[1:]]]
+        return {
+            "text": "",
+            "meta_info": {"input_token_logprobs": entries} | ({"input_top_logprobs": tops} if top else {}),
+        }
 
 
 @contextmanager

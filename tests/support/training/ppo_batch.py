@@ -98,7 +98,7 @@ class Worker:
     def __init__(
         self, rank: int, device: Device, config: Config, meshes: Mapping[str, Mesh], models: Mapping[str, Path]
     ) -> None:
-        self.data = DataManager(rank)
+        self.data = DataManager(rank, config.train.ppo.top_k)
         self.roles: dict[str, Role] = {}
         self._meshes = meshes
         groups = form_meshes(meshes, rank, config.cluster, device)

@@ -139,7 +139,9 @@ def test_loss_without_one_number_per_token_is_refused(function, problem):
 
 @pytest.mark.parametrize("loss", [*LOSS.builtin, f"{HERE}:ratio", f"{HERE}:episode_ratio"])
 def test_good_losses_pass_the_trial(loss):
-    try_loss(PPOConfig.model_validate({"loss": loss, "aggregation": "sequence", "entropy_coef": 0.1}))
+    arguments = {"top_k": 4} if loss == "distill" else {}
+    fields = {"loss": loss, "loss_args": arguments, "aggregation": "sequence", "entropy_coef": 0.1}
+    try_loss(PPOConfig.model_validate(fields))
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,8 @@ SGLANG = ["generation.backend=sglang", "generation.sglang.python=/bin/true"]
 SFT = ["train.ppo.algorithm=sft", "warmup.steps=0"]
 GROUP_MEAN = ["train.ppo.advantage.mean=group"]
 DISTRIBUTED = "train.distributed_optimizer=true"
+TEACHER = ["train.ppo.kl.coef=1", "allocation=sglang.d1+d1"]
+TOP_K = ["train.ppo.loss=distill", "train.ppo.loss_args.top_k=4", "train.ppo.use_decoupled_loss=false"]
 TRUNCATE = ["train.ppo.behav_imp_weight_mode=truncate"]
 ETCD = ["cluster.name_store.backend=etcd", "cluster.name_store.start=true"]
 WRONG = [
@@ -101,6 +103,17 @@ WRONG = [
     ([f"train.ppo.loss={__name__}:CPU"], "train.ppo.loss", "must be a function (inputs, **arguments), not Machine"),
     ([f"train.ppo.loss={__name__}:own_loss"], "train.ppo.loss_args", "missing a required argument: 'scale'"),
     (["train.ppo.loss_args={eps: 0.2}"], "train.ppo.loss_args", "must be empty for loss=ppo"),
+    ([*TOP_K, "train.ppo.loss_args={}"], "train.ppo.loss_args.top_k", "required"),
+    ([*TOP_K, "train.ppo.loss_args.top_k=0"], "train.ppo.loss_args.top_k", "greater than 0"),
+    ([*TOP_K, "train.ppo.loss_args.beta=1.5"], "train.ppo.loss_args.beta", "less than or equal to 1"),
+    ([*TOP_K, "train.ppo.loss_args.tau=1"], "train.ppo.loss_args.tau", "unknown"),
+    ([*TOP_K, "train.ppo.use_decoupled_loss=true"], "train.ppo.use_decoupled_loss", "set algorithm=distill_topk"),
+    (
+        [*TOP_K, "train.ppo.kl.coef=1", f"train.ppo.algorithm={__name__}:without_teacher"],
+        ".algorithm",
+        "reads teacher_",
+    ),
+    (TOP_K, "rollout.agent", "asks no teacher, whose tokens the loss reads: set distill"),
     (["train.ppo.algorithm=sft", "warmup.steps=2"], "warmup.steps", "must be 0: train.ppo.algorithm=sft learns from"),
     (["train.ppo.algorithm=sft", "train.ppo.loss_args={beta: 0.2}"], "train.ppo.loss_args.beta", "unknown"),
     (["train.ppo.algorithm=dpo", "train.ppo.loss_args={bta: 0.2}"], "train.ppo.loss_args.bta", "beta"),
@@ -147,6 +160,11 @@ HERE = "tests.unit.config.test_checks"
 
 def misspelt_hook(config):
     return Dataflow([replace(call, pre_hooks=("onlaod",)) for call in dataflows.ppo(config).calls])
+
+
+def without_teacher(config):
+    inputs = frozenset({"tokens", "behav_logprobs", "versions"})
+    return Dataflow([FunctionCall("actor_train", "actor", "actor_train", inputs, trains=True)])
 
 
 def judged(config):
@@ -358,6 +376,13 @@ def test_other_models_must_share_the_actors_vocabulary(tmp_path, other, sizes, p
     assert str(ref) in str(caught.value) and "\n" not in str(caught.value)
     if isinstance(caught.value, ConfigError):
         assert caught.value.field == "roles.ref.path"
+
+
+@pytest.mark.parametrize("top_k", [152, 153])
+def test_top_k_is_at_most_the_vocabulary(tmp_path, top_k):
+    config = changed(f"model.path={hf_model(tmp_path)}", *TOP_K, f"train.ppo.loss_args.top_k={top_k}", *TEACHER)
+    with pytest.raises(ConfigError, match="exceed the vocabulary's 152") if top_k > 152 else contextlib.nullcontext():
+        check(config, CPU)
 
 
 @pytest.mark.parametrize(("seed", "refused"), [(0, False), (1, True)])

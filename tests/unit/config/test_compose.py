@@ -43,6 +43,8 @@ def test_experiments_are_shipped():
 TEACHERS = {
     "distill": ["roles.ref.path={folder}"],
     "distill_endpoint": ["rollout.agent_args.teachers.big=http://127.0.0.1:8000/v1"],
+    "distill_topk": ["roles.ref.path={folder}"],
+    "distill_topk_endpoint": ["rollout.agent_args.teachers.big=http://127.0.0.1:8000/v1"],
 }
 
 

@@ -31,7 +31,9 @@ def check(episode, sampled=3):
 
 def test_a_good_episode_passes_with_plain_numbers():
     rewards = ((np.int64(3), np.float32(0.25)), (4, 0.5))
-    episode = Episode([row(rewards=rewards)], np.float32(0.5), np.bool_(True), {"turns": np.int64(2)})
+    episode = Episode(
+        [row(rewards=rewards, teacher=teacher(3, 2))], np.float32(0.5), np.bool_(True), {"turns": np.int64(2)}
+    )
     check(episode)
     assert [(type(at), type(value)) for at, value in episode.rows[0].rewards] == [(int, float)] * 2
     encode_group(Group(Ticket("1", 0, 0), [episode], "rollout_worker/0"))
@@ -51,6 +53,10 @@ def row_of(prompt, count):
     builder = RowBuilder(prompt)
     builder.completion(completion(count))
     return builder.row()
+
+
+def teacher(tokens, k, logprob=-2.0):
+    return np.tile(np.arange(k, dtype=np.int32), (tokens, 1)), np.full((tokens, k), logprob, np.float32)
 
 
 BAD_ROWS = [
@@ -76,6 +82,13 @@ BAD_ROWS = [
     ({"route": ((7, 3),)}, "route has .7, 3."),
     ({"route": (("a", np.int64(3)),)}, "route has"),
     ({"tokens": np.empty(0, np.int32), "loss_mask": np.empty(0, np.bool_)}, "0 tokens"),
+    ({"teacher": teacher(3, 2)[::-1]}, "tokens of the teacher must be an array of int32"),
+    ({"teacher": teacher(2, 2)}, "with a line for each of 3 loss tokens"),
+    ({"teacher": (teacher(3, 2)[0], teacher(3, 1)[1])}, "the teacher's 2 tokens and 1 log-probs"),
+    ({"teacher": teacher(3, 0)}, "as many, and not 0"),
+    ({"teacher": teacher(3, 2, -0.5)}, "their probabilities at most 1 in all"),
+    ({"teacher": teacher(3, 2, np.nan)}, "log-probs of the teacher must be finite"),
+    ({"teacher": (teacher(3, 1)[0] - 1, teacher(3, 1)[1])}, "a token of the teacher is below 0"),
 ]
 
 

@@ -92,6 +92,24 @@ def test_temperatures_are_stored_if_read():
     assert not other.has("t1.0/0.0", "temperatures")
 
 
+def test_tokens_of_a_teacher_are_stored_if_read():
+    """Masking takes all entries of a token; rows without as many as the loss reads are refused."""
+    group = make_group("t1", [3])
+    row = group.episodes[0].rows[0]
+    data, other = DataManager(0, 2), DataManager(1)
+    data.teacher = True
+    with pytest.raises(StreamError, match="has 0 tokens of a teacher at each loss token, but train.ppo.loss reads 2"):
+        data.add_group(group)
+    row.teacher = (np.arange(6, dtype=np.int32).reshape(3, 2), np.full((3, 2), -1, np.float32))
+    data.add_group(group)
+    other.add_group(group)
+    assert data.get("t1.0/0.0", "teacher_tokens").tolist() == [0, 1, 2, 3, 4, 5]
+    data.mask_older(["t1.0/0.0"], 5)
+    assert data.get("t1.0/0.0", "teacher_tokens").tolist() == [2, 3, 4, 5]
+    assert data.get("t1.0/0.0", "teacher_logprobs").tolist() == [-1] * 4
+    assert not other.has("t1.0/0.0", "teacher_tokens")
+
+
 def episodes_of(*rows):
     return Group(Ticket("t2", 0, 0), [Episode(list(rows), 1.0)], "rollout_worker/0")
 
@@ -236,7 +254,7 @@ def test_clear_with_keys_frees_those_arrays_only():
 
 
 def test_array_size_follows_from_span_of_key():
-    sizes = {key: array_size(make_ref("s", length=9, prompt=4), key) for key in ARRAY_KEYS}
+    sizes = {key: array_size(make_ref("s", length=9, prompt=4), key, 3) for key in ARRAY_KEYS}
     whole, loss, with_end = 9, 5, 6
     assert sizes == {
         "tokens": whole,
@@ -251,6 +269,8 @@ def test_array_size_follows_from_span_of_key():
         "values": with_end,
         "advantages": loss,
         "returns": loss,
+        "teacher_tokens": 3 * loss,
+        "teacher_logprobs": 3 * loss,
     }
 
 

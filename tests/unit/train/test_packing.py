@@ -12,7 +12,7 @@ from realsys.algorithm.prefix_tree import shared_beginnings
 from realsys.cluster.gpu_devices import on_device
 from realsys.config.allocation import ACTOR, ParallelLayout
 from realsys.config.schema import Config
-from realsys.train.megatron.heads import Scoring, projected_logprobs
+from realsys.train.megatron.heads import Scoring, projected_logprobs, top_tokens
 from realsys.train.megatron.layers import make_buckets, pack_segments
 from realsys.train.worker.data_manager import DataManager
 from realsys.train.worker.packing import MicroBatchPacker, last_rows, loss_and_end_rows, split_rows
@@ -235,6 +235,64 @@ def test_values_and_gradients_are_those_of_the_formulas(tensor_ranks, dtype):
         torch.testing.assert_close(got.float(), weight_grad, atol=error, rtol=error)
 
 
+@pytest.mark.processes
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tensor_ranks", [1, 2, 3])
+def test_several_log_probs_of_a_row_have_exact_gradients(tensor_ranks, dtype):
+    """Those of the sampled token and of the teacher's top tokens, which may be more than a shard has; in float64."""
+    cases = list(itertools.product((0, 4), (2, 11), (False, True)))  # rows at a time, top tokens, temperatures
+
+    def body(rank, device):
+        found = []
+        for chunk, k, mixed in cases:
+            hidden, weight, targets, *_ = inputs()
+            hidden = hidden.to(dtype).requires_grad_()
+            shard = weight.to(dtype).chunk(tensor_ranks)[rank].clone().requires_grad_()
+            how = Scoring(warmer(mixed), chunk, True, FORMED[ACTOR].tensor, fp32=True)
+            teacher = top_tokens(hidden.detach().flip(0), shard.detach(), k, how)
+            logprobs, entropy, _ = projected_logprobs(hidden, shard, torch.cat([targets[:, None], teacher], 1), how)
+            assert entropy is not None
+            ((logprobs * several(k)).sum() + entropy.sum()).backward()
+            assert hidden.grad is not None and shard.grad is not None
+            found.append((teacher, logprobs.detach(), hidden.grad, shard.grad))
+        return found
+
+    ranks = run_ranks(tensor_ranks, body, Config(), ParallelLayout(tensor=tensor_ranks))
+    error = 1e-5 if dtype is torch.float32 else 2.0**-6
+    for case, (_, k, mixed) in enumerate(cases):
+        hidden, weight, targets, *_ = inputs()
+        hidden, weight = (each.to(dtype).double().requires_grad_() for each in (hidden, weight))
+        teacher = (hidden.flip(0) @ weight.t()).topk(k).indices
+        every = (hidden @ weight.t() / torch.as_tensor(warmer(mixed)).view(-1, 1)).log_softmax(-1)
+        expected = every.gather(1, torch.cat([targets[:, None], teacher], 1))
+        ((expected * several(k)).sum() - (every.exp() * every).sum()).backward()
+        for rank in ranks:
+            assert torch.equal(rank[case][0], teacher)
+            torch.testing.assert_close(rank[case][1], expected.float(), atol=1e-5, rtol=1e-5)
+        # rounded as the largest terms of a sum are
+        for got, wanted in ((ranks[-1][case][2], hidden.grad), (torch.cat([r[case][3] for r in ranks]), weight.grad)):
+            assert wanted is not None
+            torch.testing.assert_close(got.float(), wanted.float(), atol=error * wanted.abs().max().item(), rtol=error)
+
+
+def several(k):
+    """The gradients of 1 + k log-probs of each row."""
+    return torch.linspace(-1, 1, ROWS * (1 + k)).view(ROWS, 1 + k)
+
+
+@pytest.mark.processes
+def test_padding_of_the_vocabulary_is_no_top_token():
+    def body(rank, device):
+        hidden, weight, *_ = inputs()
+        how = Scoring(group=FORMED[ACTOR].tensor, vocab=VOCAB - 3)
+        return top_tokens(hidden, weight.chunk(2)[rank], VOCAB - 4, how)
+
+    hidden, weight, *_ = inputs()
+    expected = (hidden @ weight[: VOCAB - 3].t()).topk(VOCAB - 4).indices
+    for found in run_ranks(2, body, Config(), ParallelLayout(tensor=2)):
+        assert torch.equal(found, expected)
+
+
 def test_no_rows_give_no_gradient():
     hidden = torch.randn(0, HIDDEN, requires_grad=True)
     weight = torch.randn(VOCAB, HIDDEN, requires_grad=True)
@@ -324,7 +382,7 @@ def test_no_logits_are_kept_for_the_backward_pass(chunk):
     kept: list[torch.Size] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda each: kept.append(each.shape) or each, lambda each: each):
         projected_logprobs(hidden.requires_grad_(), weight, targets, Scoring(chunk=chunk, entropy_gradient=True))
-    assert sorted(kept) == [*[(ROWS,)] * 4, (ROWS, HIDDEN), (VOCAB, HIDDEN)]
+    assert sorted(kept) == [*[(ROWS,)] * 3, (ROWS, 1), (ROWS, HIDDEN), (VOCAB, HIDDEN)]
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -11,10 +11,13 @@ import numpy as np
 import pytest
 import torch
 
+from realsys.algorithm.redistribute import holders_of_outputs, plan_call
 from realsys.cluster.topology import place
 from realsys.config.allocation import parse_allocation
 from realsys.config.schema import Config
-from tests.support.training.ppo_batch import Arrays, Worker, make_batch
+from realsys.train.worker.call_service import execute
+from tests.support.serving.hf_models import VOCAB
+from tests.support.training.ppo_batch import Arrays, Worker, deal, make_batch
 from tests.support.training.train_ranks import cat_exports, run_ranks
 
 TEMPERATURE, GAMMA, LAM, KL_COEF, ENTROPY_COEF, EPS_CLIP, VALUE_CLIP, CAP = 0.7, 0.97, 0.9, 0.2, 0.05, 0.2, 0.1, 4.0
@@ -307,6 +310,87 @@ def test_ppo_with_critic_agrees_with_plain_torch(allocation, models, folders):
     returns = np.concatenate([expected.arrays[ref.sample_id]["returns"] for ref in REFS])
     for worker in meshes["critic"].workers:  # any rank may write them to a checkpoint
         assert found[worker].moments == pytest.approx((returns.mean(), returns.std()), rel=1e-4)
+
+
+TOP: dict[str, Any] = {
+    "loss": "distill",
+    "loss_args": {"top_k": 5, "beta": 0.4},
+    "use_decoupled_loss": False,
+    "skip_zero_advantage": False,
+}
+
+
+def foreign(tokens):
+    """Replace every seventh token of the teacher by one that the student lacks."""
+    tokens = tokens.copy()
+    tokens[::7] = VOCAB + 1
+    return tokens
+
+
+def naive_distillation(step, models):
+    """Generalised JSD of six events: those of the teacher's five most probable tokens that the student has, and the
+    others together.
+    """
+    sums = []
+    for refs in MINIBATCHES:
+        total = torch.zeros(())
+        for ref in refs:
+            ids, at = torch.from_numpy(ARRAYS[ref.sample_id]["tokens"]).long(), positions(ref) - 1
+            p, q = ((models[role](ids[None]).logits[0, at] / TEMPERATURE).softmax(-1) for role in ("actor", "ref"))
+            top = q.detach().topk(5)
+            step.arrays[ref.sample_id] = {
+                "teacher_tokens": foreign(top.indices.flatten().numpy()),
+                "teacher_logprobs": top.values.log().flatten().numpy(),
+            }
+            entropy = -(p * p.log()).sum(-1)
+            known = torch.from_numpy(step.arrays[ref.sample_id]["teacher_tokens"]).view(-1, 5) < VOCAB
+            p, q = (torch.where(known, x.gather(1, top.indices), 0.0) for x in (p, q.detach()))
+            p, q = (torch.cat([x, 1 - x.sum(1, keepdim=True)], 1) + 1e-12 for x in (p, q))
+            m = 0.4 * q + 0.6 * p
+            losses = 0.4 * (q * (q / m).log()).sum(1) + 0.6 * (p * (p / m).log()).sum(1)
+            total = total + (losses - ENTROPY_COEF * entropy).sum()
+        sums.append((total, sum(ref.loss_tokens for ref in refs)))
+    train_naively(step, "actor", models["actor"], sums)
+
+
+@pytest.mark.parametrize("allocation", ["actor.d1", "actor.d2", "actor.m2", "actor.d2p2,ref.m2", "actor.p2,ref.d2"])
+def test_top_k_distillation_agrees_with_plain_torch(allocation, models, folders):
+    """The teacher is the reference model. Its arrays go to the ranks of the actor as the master sends them."""
+    config, placed = make_config(TOP), parse_allocation(f"sglang.d1+{allocation}")
+    config = config.model_copy(update={"train": config.train.model_copy(update={"sequence_parallel": True})})
+    meshes = place(placed, ["actor", "ref"])
+    keys = ("teacher_tokens", "teacher_logprobs")
+    expected = Step()
+    naive_distillation(expected, models)
+
+    def body(rank, device):
+        worker, step = Worker(rank, device, config, meshes, folders), Step()
+        worker.fill(ARRAYS)
+        worker.call("ref_inf", "ref", [REFS])
+        dealt = [deal(REFS, meshes["actor"].layout.data)]
+        owners = dict.fromkeys(keys, holders_of_outputs(meshes["ref"], [deal(REFS, meshes["ref"].layout.data)]))
+        plan = plan_call(meshes["actor"], dealt, keys, owners).by_worker(dealt)
+        if rank in plan:
+            execute(plan[rank], worker.data, rank, device)
+        for name in (ref.sample_id for ref in REFS if worker.data.has(ref.sample_id, "teacher_tokens")):
+            worker.data.put(name, {"teacher_tokens": foreign(worker.data.get(name, "teacher_tokens"))})
+        outcome = worker.call(
+            "actor_train",
+            "actor",
+            MINIBATCHES,
+            lambda refs, ranks: [[ref for ref in part if ref in refs] for part in dealt[0]],
+            lr=0.0,
+            kl_coef=0.0,
+        )
+        step.arrays = {name: dict(own) for name, own in worker.spread(REFS, *keys).items()}
+        if rank in meshes["actor"].dp_heads():
+            step.stats["actor_train"] = outcome.stats
+        if "actor" in worker.roles:
+            engine = worker.roles["actor"].engine
+            step.gradients["actor"] = {name: tensor.clone() for name, tensor in engine.export("gradients")}
+        return Found(step, (math.nan, math.nan))
+
+    check(run_ranks(placed.workers, body, config), expected, meshes)
 
 
 @pytest.mark.parametrize("allocation", ["actor.d1", "actor.d2", "actor.p2,ref.m2"])

@@ -15,7 +15,7 @@ import torch
 
 from realsys import configs
 from realsys.config.compose import compose
-from realsys.config.dataflow import dataflow_of
+from realsys.config.dataflow import TEACHER, TEACHER_LOGPROBS, TEACHER_TOKENS, dataflow_of
 from realsys.config.schema import Config
 from realsys.train.master.executor import CallResult
 from realsys.train.master.step_statistics import train_record
@@ -37,11 +37,19 @@ PRESETS = [
 ]  # others: test_supervised_layouts
 
 
+def of_teacher(count, k):
+    """Its k most probable of k + 1 tokens, the same at each loss token."""
+    logprobs = np.log(np.arange(1.0, k + 1) / np.arange(1.0, k + 2).sum())
+    return {TEACHER_TOKENS: np.tile(np.arange(k), count), TEACHER_LOGPROBS: np.tile(logprobs, count)}
+
+
 def step(rank, device, config, folders):
     """Call -> statistics; of one minibatch, so that the loss is that of the weights which sampled."""
     flow = dataflow_of(config)
     worker = Worker(rank, device, config, whole("d1", *flow.roles), folders)
     worker.fill(ARRAYS)
+    if flow.source_keys >= TEACHER:
+        worker.fill({ref.sample_id: of_teacher(ref.loss_tokens, config.train.ppo.top_k) for ref in REFS})
     worker.call("actor_inf", "actor", [REFS])
     for ref in REFS:
         sampled: dict[str, np.ndarray[tuple[int], np.dtype[np.float32]]] = {

@@ -50,6 +50,8 @@ def rows(draw):
     chosen = sorted(rng.choice(positions, min(2, loss_tokens), replace=False).tolist()) if loss_tokens else []
     versions = np.sort(rng.integers(0, 3, loss_tokens, dtype=np.int32))
     oldest = versions - rng.integers(0, 2, loss_tokens, dtype=np.int32).clip(max=versions)
+    shape = loss_tokens, draw(st.integers(1, 3))
+    teacher = rng.integers(0, 9, shape, dtype=np.int32), -rng.random(shape, np.float32)
     return Row(
         rng.integers(0, 2**31 - 1, len(mask), dtype=np.int32),
         mask,
@@ -59,6 +61,7 @@ def rows(draw):
         draw(st.sampled_from([(), (("generation_server/1", loss_tokens),)])) if loss_tokens else (),
         tuple((position, 0.5) for position in chosen) if draw(st.booleans()) else (),
         oldest if draw(st.booleans()) and (oldest < versions).any() else None,
+        teacher=teacher if draw(st.booleans()) else None,
     )
 
 
@@ -88,6 +91,10 @@ def assert_same(a, b):
                 assert getattr(ours, name).dtype == getattr(theirs, name).dtype
                 np.testing.assert_array_equal(getattr(ours, name), getattr(theirs, name))
             np.testing.assert_array_equal(ours.kv_versions, theirs.kv_versions)
+            assert (ours.teacher is None) == (theirs.teacher is None)
+            for one, other in zip(ours.teacher or (), theirs.teacher or (), strict=True):
+                assert (one.dtype, one.shape) == (other.dtype, other.shape)
+                np.testing.assert_array_equal(one, other)
             for name in ("finish_reason", "route", "rewards", "temperatures"):
                 assert getattr(ours, name) == getattr(theirs, name)
 
@@ -144,7 +151,7 @@ def test_temperatures_cost_bytes_where_they_are_known():
     row = own.episodes[1].rows[0]
     row.temperatures = ((0.5, 1), (0.0, row.loss_tokens - 1))
     headers = [msgspec.msgpack.decode(encode_group(group)[0]) for group in (plain, own)]
-    assert [len(episode[0][0]) for header in headers for episode in header[-1]] == [5, 5, 5, 6]
+    assert [len(episode[0][0]) for header in headers for episode in header[-1]] == [5, 5, 5, 7]
     assert_same(decode_group(encode_group(own)), own)
 
 
@@ -223,6 +230,14 @@ def with_temperatures(*runs):
     return encode_group(group)
 
 
+def with_teacher(token, logprob):
+    group = make_group("t1", episodes=1)
+    row = group.episodes[0].rows[0]
+    shape = row.loss_tokens, 2
+    row.teacher = np.full(shape, token, np.int32), np.full(shape, logprob, np.float32)
+    return encode_group(group)
+
+
 def with_runs(*runs):
     header, payload = encode_group(make_group("t1", episodes=1))
     fields = msgspec.msgpack.decode(header)
@@ -240,6 +255,12 @@ BAD = [
     (with_temperatures((0.5, 1)), "1 tokens have a temperature"),
     (with_temperatures((-0.5, 4)), "must be 0 or"),
     (with_temperatures((math.nan, 4)), "must be 0 or"),
+    (with_teacher(-1, -1.0), "token -1 < 0"),
+    (with_teacher(1, math.nan), SPAN),
+    (
+        [with_teacher(1, -1.0)[0], encode_group(make_group("t1", episodes=1))[1]],
+        "bytes of arrays, but the header claims",
+    ),
     (with_runs([3, 30, 4]), "keys of a later version than its own"),
     (with_runs([3, 30], [4, 0]), "a run of versions must have 1 to"),
     (with_runs([3]), "length >= 2"),

@@ -94,6 +94,26 @@ def test_reward_of_a_token_is_the_log_ratio(tokenizer, teacher, path):
     assert body.get("prompt", body.get("input_ids")) == row.tokens.tolist()
 
 
+@pytest.mark.parametrize("path", ["/v1", "/generate"])
+def test_row_has_the_teachers_top_tokens(tokenizer, teacher, path):
+    """vLLM sends the sampled token besides them. The rewards of tokens are not trained, so the row has none."""
+    settings = ["algorithm=distill_topk_endpoint", "train.ppo.loss_args.top_k=4", f"{ARGS}.outage_s=0"]
+    teacher.score = lambda place, token: -7.0
+    (episode,) = played(tokenizer, *settings, at(teacher, path))
+    (row,) = episode.rows
+    tokens, logprobs = row.teacher
+    assert (tokens.dtype, logprobs.dtype, tokens.shape) == (np.int32, np.float32, (row.loss_tokens, 4))
+    scored = {token: -0.7 * (token + 1) for token in range(4)}
+    for sampled, own, values in zip(row.tokens[-row.loss_tokens :].tolist(), tokens, logprobs, strict=True):
+        known = scored if path == "/generate" else scored | {sampled: -7.0}
+        best = sorted(known, key=lambda token: known[token], reverse=True)[:4]
+        assert own.tolist() == best and values.tolist() == pytest.approx([known[token] for token in best])
+    assert row.rewards == () and episode.metrics["teacher_kl"] != 0
+    teacher.most = 2
+    (stuck,) = played(tokenizer, *settings, at(teacher, path))
+    assert isinstance(stuck, StuckError) and "tokens at a place, and train.ppo.loss_args.top_k asks for 4" in str(stuck)
+
+
 def test_last_token_of_sglangs_vocabulary_has_its_score(tokenizer, teacher):
     """SGLang reports it as token 0, whose text is another one."""
     teacher.last, teacher.text = EOS_ID, lambda token: tokenizer.decode([token])
