@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 import psutil
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from realsys.algorithm.minibatches import plan_minibatches, sequence_refs
 from realsys.algorithm.redistribute import plan_call
@@ -50,7 +51,8 @@ class Held:
 
 
 def held_after(step: int, data: DataManager) -> Held:
-    tensors = [x for x in gc.get_objects() if isinstance(x, torch.Tensor)]
+    # Fake ones, which a test before this one may have left, have no storage.
+    tensors = [x for x in gc.get_objects() if isinstance(x, torch.Tensor) and not isinstance(x, FakeTensor)]
     storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}
     return Held(step, len(data), data.nbytes, len(tensors), sum(storages.values()), psutil.Process().memory_info().rss)
 
