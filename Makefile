@@ -52,7 +52,7 @@ PIP_ARGS ?=
 # All but gpu_* (they need a GPU), before_after (it needs a second checkout), peer_trl (it needs TRL) and weight_loads (SGLang).
 BENCHES ?= agent_processes microbatch dp_balance train_step shared_prefixes device_turns step_parts train_throughput memory streams weights weights_fan_out publication weight_transports host_staging \
 	router manager_load held_allocations heartbeats join control_plane reward_service generation prefill prefix_cache interruption simulate lending \
-	async_vs_sync agreement algorithms slow_prompts staleness fuzz ledger_cost round_trip spans telemetry soak code_reward code_neighbours retokenise gateway gateway_neighbours published planner trackers
+	async_vs_sync cookbook agreement algorithms slow_prompts staleness fuzz ledger_cost round_trip spans telemetry soak code_reward code_neighbours retokenise gateway gateway_neighbours published planner trackers
 
 # One thread per process: the processes are the parallelism, in tests as in a run.
 export OMP_NUM_THREADS ?= 1
@@ -244,8 +244,11 @@ site: $(DOCS_VENV)/.installed  ## make a site with a search from the pages in .s
 pictures: setup  ## make the README's pictures again, from a new run of experiment=arith or from TRIAL=DIR (needs Chromium)
 	$(PY) -m tests.support.docs.pictures $(TRIAL)
 
-bench: setup  ## run every benchmark for CPUs; results go to benchmarks/results/
-	@set -e; for name in $(BENCHES); do echo "== $$name"; $(PY) -m benchmarks.$$name; done
+# cookbook needs the packages of `make tinker-test`.
+bench: setup $(if $(filter cookbook,$(BENCHES)),$(TINKER_VENV)/.installed)  ## run every benchmark for CPUs; results go to benchmarks/results/
+	@set -e; for name in $(BENCHES); do echo "== $$name"; \
+		case $$name in cookbook) python=$(TINKER_VENV)/bin/python;; *) python=$(PY);; esac; \
+		$$python -m benchmarks.$$name; done
 
 clean:  ## remove caches and build products; .venv and runs/ stay
 	rm -rf build *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

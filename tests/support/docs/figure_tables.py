@@ -101,6 +101,7 @@ TABLES: dict[str, Callable[[], str]] = {
         training_tables.dp_balance,
         training_tables.microbatch,
         training_tables.async_vs_sync,
+        training_tables.cookbook,
         training_tables.memory,
         training_tables.control_plane,
         training_tables.soak,

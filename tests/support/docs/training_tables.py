@@ -142,6 +142,28 @@ def async_vs_sync() -> str:
     return table((*head, "ratio", "limit"), [cells(row) for row in load("async_vs_sync")["rows"]])
 
 
+_CURVE_ENDS = (slice(10), slice(-10, None))  # steps
+
+
+def cookbook() -> str:
+    """Table of rl_loop and `realsys run` on the arith task: accuracies with standard errors over the runs."""
+    meta = load("cookbook")["meta"]
+
+    def cells(side: str, name: str) -> Sequence[str]:
+        rows = rows_of("cookbook", side=side)
+        means = [statistics.fmean(reward for row in rows for reward in row["curve"][part]) for part in _CURVE_ENDS]
+        before, after = ([100 * row[field] for row in rows] for field in ("before", "after"))
+        error = statistics.stdev(after) / math.sqrt(len(after))
+        seconds = statistics.fmean(row["seconds"] for row in rows)
+        accuracies = f"{statistics.fmean(before):.1f}", f"**{statistics.fmean(after):.1f}** ± {error:.1f}"
+        return name, str(len(rows)), *accuracies, *(f"{mean:.2f}" for mean in means), f"{seconds:.0f} s"
+
+    head = ("trained by", "runs", "before", "after", "mean reward, steps 1 to 10", "last 10 steps", "time of a run")
+    lines = [cells("rl_loop", "`rl_loop` with `realsys serve`"), cells("realsys", "`realsys run`")]
+    difference = f"{meta['difference_%']:+.1f} ± {meta['error_%']:.1f}"
+    return table(head, [*lines, ("difference", "", "", difference, "", "", "")])
+
+
 def memory() -> str:
     columns = {
         "after step": "{step}",

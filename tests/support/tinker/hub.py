@@ -6,8 +6,10 @@ boxed digit, and not which one: some completions of a prompt are right, so there
 
 from __future__ import annotations
 
+import functools
 import json
 import random
+from collections.abc import Sequence
 from pathlib import Path
 
 import datasets
@@ -43,14 +45,15 @@ def question(rng: random.Random) -> tuple[str, int]:
     return f"{first}+{second}=", first + second
 
 
-def write_hub(home: Path) -> None:
-    """Write the tokenizer and the data sets under HF_HOME."""
+def write_hub(home: Path, sums: Sequence[tuple[str, int]] | None = None) -> None:
+    """Write the tokenizer and the data sets under HF_HOME. ``sums``: questions with their values; None: digits."""
     repository = home / "hub" / f"models--{NAME.replace('/', '--')}"
     (repository / "refs").mkdir(parents=True)
     (repository / "refs" / "main").write_text(_REVISION)
     _write_tokenizer(repository / "snapshots" / _REVISION)
-    rng = random.Random(1)
-    sums = [question(rng) for _ in range(64)]
+    if sums is None:
+        rng = random.Random(1)
+        sums = [question(rng) for _ in range(64)]
     rows = [{"question": text, "answer": f"{text}{value}\n#### {value}"} for text, value in sums]
     _write_data(home / "datasets", "openai___gsm8k", "main", {"train": rows, "test": rows[:8]})
     chats = [
@@ -89,7 +92,16 @@ def _write_data(cache: Path, name: str, config: str, splits: dict[str, list[dict
     info.write_to_directory(str(folder))
 
 
-def write_model(folder: Path, steps: int = 120) -> None:
+@functools.cache
+def rl_prompt(text: str) -> tuple[int, ...]:
+    """Return the tokens of the prompt that rl_loop makes of a question. Needs ``write_hub``."""
+    asked, shown = _SHOWN.split("?")
+    turns = (("user", f"{asked}?{_SUFFIX}"), ("assistant", shown), ("user", f"{text}{_SUFFIX}"))
+    chat = [Message(role=role, content=content) for role, content in turns]
+    return tuple(get_renderer(RENDERER, get_tokenizer(NAME)).build_generation_prompt(chat).to_ints())
+
+
+def write_model(folder: Path, steps: int = 120, hidden: int = 64) -> None:
     """Train a small model to answer with a boxed digit, and write it with its tokenizer. Needs ``write_hub``."""
     tokenizer = get_tokenizer(NAME)
     renderer = get_renderer(RENDERER, tokenizer)
@@ -98,8 +110,8 @@ def write_model(folder: Path, steps: int = 120) -> None:
     model = Qwen2ForCausalLM(
         Qwen2Config(
             vocab_size=len(tokenizer),
-            hidden_size=64,
-            intermediate_size=128,
+            hidden_size=hidden,
+            intermediate_size=2 * hidden,
             num_hidden_layers=2,
             num_attention_heads=4,
             num_key_value_heads=2,

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from realsys.algorithm.minibatches import sequence_refs
+from realsys.algorithm.prefix_tree import shared_beginnings
 from realsys.config.allocation import ACTOR, parse_allocation
 from realsys.config.dataflow import dataflow_of
 from realsys.config.paths import TrialPaths
@@ -27,10 +28,12 @@ from realsys.train.requests import (
 )
 from realsys.train.worker.call_service import ModelWorkerService, WorkerParts
 from realsys.train.worker.data_manager import DataManager
+from realsys.types import SequenceRef
 from realsys.weights.disk.writer import DiskWriter, ShardWriter
 from tests.support.serving.hf_models import VOCAB, make_model
 from tests.support.training.checkpoint_ranks import FusedAdam, complete, everything
 from tests.support.training.played_master import Message, PlayedMaster, own_share
+from tests.support.training.ppo_batch import Worker, whole
 from tests.support.training.train_ranks import FORMED, run_ranks
 
 STEP = StepTenantRequest(ACTOR, 1e-2, 0.8, 0.9, 1e-4, 0.1, 0.5)
@@ -113,8 +116,8 @@ class Rank:
         return {name: p for name, p in self.role.engine.module.named_parameters() if p.requires_grad}
 
 
-def make_rows(key, count=5, prompt=3):
-    """Rows of ``count`` completions of one prompt."""
+def make_rows(key, count=5, prompt=3, logprob=-4.0):
+    """Rows of ``count`` completions of one prompt, whose log-probs were about ``logprob``."""
     rng = np.random.default_rng(key)
     context = rng.integers(0, VOCAB, prompt)
     rows = ClientRows({}, {}, {}, {})
@@ -123,9 +126,14 @@ def make_rows(key, count=5, prompt=3):
         name = f"{key}/{number}"
         rows.tokens[name] = np.concatenate([context, rng.integers(0, VOCAB, answer)]).astype(np.int32).tobytes()
         rows.loss_mask[name] = (np.arange(prompt + answer) >= prompt).tobytes()
-        rows.logprobs[name] = rng.uniform(-4.5, -3.5, answer).astype(np.float32).tobytes()
+        rows.logprobs[name] = rng.uniform(logprob - 0.5, logprob + 0.5, answer).astype(np.float32).tobytes()
         rows.advantages[name] = rng.normal(0, 1, answer).astype(np.float32).tobytes()
     return rows
+
+
+def union_of(parts):
+    fields = parts[0].__struct_fields__
+    return ClientRows(*({n: x for part in parts for n, x in getattr(part, f).items()} for f in fields))
 
 
 def run(text, config, body, model, fused=False):
@@ -263,9 +271,7 @@ def test_step_is_that_of_adamw_with_the_sum_of_gradients(model):
 @pytest.mark.parametrize("distributed", [False, True])
 def test_several_calls_are_one_call_with_all_rows(distributed, model):
     parts = [make_rows([9, call]) for call in range(3)]
-    union = ClientRows(
-        *({n: x for part in parts for n, x in getattr(part, f).items()} for f in parts[0].__struct_fields__)
-    )
+    union = union_of(parts)
 
     def body(rank):
         norms, found = [], []
@@ -383,3 +389,67 @@ def test_checkpoint_of_a_tenant_moves_to_another_layout(model, tmp_path):
     for norm, logprobs in run("m2", make_config(), read, model):
         assert norm == pytest.approx(written[0][0], rel=1e-4)
         assert logprobs == {name: pytest.approx(values, abs=1e-4) for name, values in expected.items()}
+
+
+# ---- a tenant beside `realsys run`
+
+SIGNALS = [(1, 0, 0, 1), (0, 0, 0, 0), (0, 1, 0, 0), (1, 1, 1, 0)]  # rewards of the groups of a batch
+
+
+def as_a_run(rows):
+    """Return references and arrays of a batch of ``realsys run``: groups of four rows of ``make_rows``."""
+    refs, arrays = [], {}
+    shared = shared_beginnings([np.frombuffer(tokens, np.int32) for tokens in rows.tokens.values()])
+    for number, name in enumerate(rows.tokens):
+        mask, tokens = np.frombuffer(rows.loss_mask[name], bool), np.frombuffer(rows.tokens[name], np.int32)
+        group, reward, size = number // 4, float(SIGNALS[number // 4][number % 4]), int(mask.sum())
+        refs.append(SequenceRef(name, len(mask), size, reward, False, group, number, size, shared=shared[number]))
+        logprobs = np.frombuffer(rows.logprobs[name], np.float32)
+        arrays[name] = {"tokens": tokens, "loss_mask": mask, "behav_logprobs": logprobs}
+    return refs, arrays
+
+
+def as_of_a_client(rows):
+    """Return the rows that a loop sends: advantages without the mean of the group, and no group without a signal."""
+    kept = ClientRows({}, {}, {}, {})
+    for number, name in enumerate(rows.tokens):
+        group = SIGNALS[number // 4]
+        if len(set(group)) > 1:
+            advantage = np.full(len(rows.logprobs[name]) // 4, group[number % 4] - np.mean(group), np.float32)
+            kept.advantages[name] = advantage.tobytes()
+            for field in ("tokens", "loss_mask", "logprobs"):
+                getattr(kept, field)[name] = getattr(rows, field)[name]
+    return kept
+
+
+def test_tenant_takes_the_steps_of_a_run(model):
+    """With the settings of benchmarks.cookbook. The run divides its loss by 16 rows of 16 tokens; Adam does not."""
+    batches = [union_of([make_rows([40, step, group], 4, logprob=-1.0) for group in range(4)]) for step in range(3)]
+    optimizer = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8 / 256, "weight_decay": 0.0, "clip_grad": 0.0}
+    ppo = {"minibatches": 1, "use_decoupled_loss": False, "eps_clip": 1.0, "eps_clip_higher": 10.0}
+    ppo |= {"aggregation": "constant", "advantage": {"mean": "group", "std": "none"}, "skip_zero_advantage": True}
+    train = {"microbatch_tokens": 48, "lora": {"rank": 4}, "optimizer": optimizer, "ppo": ppo}
+    run_config = Config.model_validate({"seed": 7, "generation": {"sampling": {"max_new_tokens": 16}}, "train": train})
+
+    def by_run(rank, device):
+        worker = Worker(rank, device, run_config, whole("d1", ACTOR), {ACTOR: model})
+        for rows in batches:
+            refs, arrays = as_a_run(rows)
+            worker.fill(arrays)
+            assert worker.call("actor_train", ACTOR, [refs], lr=1e-3).stats["optimizer_steps"] == 1
+        module = worker.roles[ACTOR].engine.module
+        return {name: p.detach().clone() for name, p in module.named_parameters() if p.requires_grad}
+
+    def by_tenant(rank):
+        rank.switch("a", run_config.seed)
+        for rows in batches:
+            rank.forward_backward(as_of_a_client(rows))
+            rank.step(StepTenantRequest(ACTOR, 1e-3, 0.9, 0.95, 1e-8, 0.0, 0.0))
+        return {name: p.detach().clone() for name, p in rank.adapters().items()}
+
+    (expected,) = run_ranks(1, by_run, run_config)
+    (found,) = run("d1", make_config(), by_tenant, model)
+    assert found.keys() == expected.keys()
+    for name, value in found.items():
+        torch.testing.assert_close(value, expected[name], atol=1e-7, rtol=0, msg=lambda m, n=name: f"{n}: {m}")
+    assert all(value.count_nonzero() for value in found.values())
