@@ -25,7 +25,7 @@ from realsys.serve.journal import (
 SNAPSHOTS = 8  # unnamed snapshots that a tenant keeps; a client samples from the newest ones
 _INFLIGHT = 64  # sampling sessions of the newest weights that a tenant keeps
 _RESULTS = 256  # results that wait to be retrieved, after a checkpoint
-_AGAIN = 16  # newest results that may be asked for again after a checkpoint
+_AGAIN = 16  # newest results that a client may retrieve again after a checkpoint
 _CHANGING = ("forward_backward", "optim_step", "load_weights")  # calls that a restart repeats
 
 
@@ -47,7 +47,7 @@ class Tenant:
         self.steps = self.since_checkpoint = self.tokens = 0
         self.seed = 0
         self.checkpoint: Checkpoint | None = None
-        self.repeat: list[Called] = []  # by a restart, until the state is restored
+        self.repeat: list[Called] = []  # calls that a restart repeats to restore the state
         self.loaded = self.unloaded = self.has_gradients = False
         self.dropped = False  # unloaded, and its journal has nothing but what remains
         self.tries = self.restores = 0  # of the call ``next``, without an end

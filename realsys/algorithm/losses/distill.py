@@ -10,7 +10,7 @@ from torch import Tensor
 from realsys.algorithm.kl import MAX_LOG_RATIO
 from realsys.algorithm.losses.contract import LossInputs
 
-#: Least probability of the rest. In float32 what is left of 1 after the sum of k probabilities is noise below it.
+#: Least probability of the rest. Below it the rest, which is 1 minus a sum of k probabilities, is noise in float32.
 _LEAST_REST = 1e-5
 
 

@@ -4,7 +4,7 @@ A group is two frames: a msgpack header, and its arrays as raw little-endian mem
 
     [header, with loss masks, versions and routes as runs][tokens of all rows | logprobs of all rows]
 
-If a teacher was asked, its tokens follow those of the rows, and its log-probs theirs.
+A teacher's tokens follow those of the rows, and its log-probs follow theirs.
 
 Loss mask and versions seldom change within a row, so runs encode in a few bytes what would be half of the payload. The
 arrays share one frame, although joining them copies: one frame per array costs libzmq and the kernel more than the

@@ -170,8 +170,8 @@ class Teacher:
             async for _ in attempts(self._given.outage_s, FIRST_DELAY_S, LAST_DELAY_S):
                 try:
                     body = await self._client.call(self._url, self._body(tokens, begin), self._given.timeout_s)
-                    scores = read_scores(body, tokens, begin, native=self._native)
-                    top = read_top(body, len(scores), self._top_k, native=self._native) if self._top_k else None
+                    # Beside the event loop: a long row has a million log-probs.
+                    scores, top = await asyncio.to_thread(self._read, body, tokens, begin)
                 except CallFailed as failed:
                     trouble = trouble_of(failed)
                     problem, fatal = str(trouble), trouble.fatal
@@ -201,6 +201,12 @@ class Teacher:
             return {"input_ids": tokens, "sampling_params": {"max_new_tokens": 1, "temperature": 0}, **asked}
         model = {"model": self._model} if self._model else {}
         return {"prompt": tokens, "max_tokens": 1, "temperature": 0, "prompt_logprobs": self._top_k, **model}
+
+    def _read(
+        self, body: bytes, tokens: list[int], begin: int
+    ) -> tuple[list[tuple[float, str | None]], tuple[I32, F32] | None]:
+        scores = read_scores(body, tokens, begin, native=self._native)
+        return scores, read_top(body, len(scores), self._top_k, native=self._native) if self._top_k else None
 
     def _check_texts(self, tokens: Sequence[int], texts: Sequence[str | None]) -> None:
         """Raise StuckError if a token has another text at the teacher: then its scores are those of other texts."""
