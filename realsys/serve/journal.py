@@ -98,6 +98,7 @@ class Compacted(msgspec.Struct, frozen=True, tag="snapshot"):
     next: int
     steps: int  # optimizer steps taken
     kept: list[Record]
+    last_call: float = 0.0  # time of the newest call
 
 
 _decode = msgspec.json.Decoder[Record | Compacted](Record | Compacted).decode

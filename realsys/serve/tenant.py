@@ -72,7 +72,7 @@ class Tenant:
         """Take one record from the journal."""
         match record:
             case Compacted():
-                self.next, self.steps = record.next, record.steps
+                self.next, self.steps, self.last_call = record.next, record.steps, record.last_call
                 for kept in record.kept:
                     self._fold(kept)
                 self.dropped = self.unloaded
@@ -149,7 +149,7 @@ class Tenant:
         kept: list[Record] = [*self.names.values(), *results, *self.waiting.values()]
         kept += [self.checkpoint] if self.checkpoint else []
         kept += [Unloaded()] if self.unloaded else []
-        return Compacted(records=0, chain=0, next=self.next, steps=self.steps, kept=kept)
+        return Compacted(0, 0, self.next, self.steps, kept, self.last_call)
 
 
 def _has_changed(call: Called, result: Answered) -> bool:

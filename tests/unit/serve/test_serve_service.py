@@ -450,7 +450,7 @@ def test_unloaded_model_has_a_small_closed_journal(tmp_path):
             for seq, call in run_of(model).items():
                 await client.result(await client.call(model, seq, call))
             path = service.tenants[model].folder / "journal"
-            before = path.stat().st_size
+            before, last_call = path.stat().st_size, service.tenants[model].last_call
             await service.unload(client.owner, model)
             await until(lambda: not service._turns)
             other = await client.create(session, 1)
@@ -460,6 +460,7 @@ def test_unloaded_model_has_a_small_closed_journal(tmp_path):
             assert [each.name for each in path.parent.glob("state-*")] == []
         async with serving(tmp_path) as service:
             assert len(files()) == 2
+            assert service.tenants[model].last_call == last_call > 0
             sampled, saved = list(service.tenants[model].names)  # the save was repeated
             await service.delete(client.owner, model, saved.split("/", 3)[3])
         async with serving(tmp_path) as service:
